@@ -1,0 +1,86 @@
+"""Ray itself, devices, and the one place where plain actor classes become Ray actors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from actors.wait import wait_all
+from sage_ray.config import Config, ConfigError
+
+logger = logging.getLogger("sage_ray")
+THREAD_VARIABLES = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who runs where. device: cpu or cuda; gpus_*: GPU share of one actor of each pool."""
+
+    device: str
+    gpus_rollout: float
+    gpus_reward: float
+    gpus_learner: float
+
+
+def start_ray(config: Config) -> None:
+    """Join the cluster that RAY_ADDRESS names, else start an embedded Ray for this process."""
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(namespace="sage_ray", logging_level=logging.WARNING)
+        return
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    ray.init(
+        num_cpus=config.cluster.num_cpus,
+        include_dashboard=False,
+        object_store_memory=config.cluster.object_store_bytes,
+        namespace="sage_ray",
+        logging_level=logging.WARNING,
+        log_to_driver=False,
+    )
+
+
+def plan_layout(config: Config, num_gpus: float) -> Layout:
+    """Devices of every pool for a cluster with `num_gpus` GPUs. Raises ConfigError when they do not fit.
+
+    With one GPU and cluster.share_gpu all actors share it; otherwise every actor takes whole GPUs.
+    """
+    wanted = config.cluster.device
+    device = ("cuda" if num_gpus >= 1 else "cpu") if wanted == "auto" else wanted
+    if device == "cpu":
+        return Layout("cpu", 0, 0, 0)
+    counts = config.rollout.num_workers, config.reward.num_workers, config.learner.num_ranks
+    if num_gpus == 1 and config.cluster.share_gpu:
+        if config.learner.num_ranks > 1:
+            raise ConfigError(f"learner.num_ranks: {config.learner.num_ranks} ranks cannot share the only GPU, use 1")
+        share = 1 / sum(counts)
+        return Layout("cuda", share, share, share)
+    need = counts[0] * config.rollout.gpus_per_group + counts[1] + counts[2]
+    if need > num_gpus:
+        raise ConfigError(
+            f"cluster.device: {counts[0]} rollout groups of {config.rollout.gpus_per_group}, {counts[1]} reward workers "
+            f"and {counts[2]} learner ranks need {need} GPUs, the cluster has {num_gpus:g}"
+        )
+    return Layout("cuda", config.rollout.gpus_per_group, 1, 1)
+
+
+def start_actor(cls: type, name: str, num_gpus: float, *arguments: Any) -> ray.actor.ActorHandle:
+    """A Ray actor of a plain class. CPU actors take no CPU slot: the pools take turns on the same cores."""
+    options = {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": {"env_vars": THREAD_VARIABLES}}
+    return ray.remote(cls).options(**options).remote(*arguments)
+
+
+def wait_until_ready(refs: list[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
+    """Wait for starting actors; what is needed and what is there is in the message when they do not come."""
+    start = time.monotonic()
+    try:
+        return wait_all(refs, what, timeout_s)
+    except TimeoutError as error:
+        raise TimeoutError(
+            f"{error}; needed resources {ray.cluster_resources()}, free {ray.available_resources()}"
+        ) from None
+    finally:
+        logger.debug("%s took %.1f s", what, time.monotonic() - start)

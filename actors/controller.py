@@ -1,0 +1,273 @@
+"""The controller: prompts -> rollout -> reward -> advantage -> learner -> weights -> rollout.
+
+It holds references, rewards and versions; latents and frames never pass through it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from actors.cluster import Layout, wait_until_ready
+from actors.pools import GroupRefs, LearnerGroup, Publication, RewardService, RolloutPool
+from actors.wait import wait_all
+from sage_ray.advantage import Advantages, combine, group_advantages
+from sage_ray.config import Config
+from sage_ray.config_check import num_prompts
+from sage_ray.data.prompts import PromptCursor
+from sage_ray.metrics import MetricsWriter
+from sage_ray.models.hunyuan_video import scheduler_shift
+from sage_ray.progress import Progress
+from sage_ray.rollout_log import RolloutLog, RolloutRow
+from sage_ray.schedule import sigma_grid
+from sage_ray.transition import coefficients
+from sage_ray.types import AXES, GroupInfo, GroupRequest, Prompt, Scores
+
+HELD_OUT_GROUP = 1_000_000
+"""Group numbers of held-out evaluation prompts start here, so that their noise differs from the training set's."""
+
+
+@dataclass(frozen=True)
+class EvaluatedSet:
+    """One evaluated prompt set. axes, truth: float64 [N, 3] per video (truth may be None), reward: [N];
+    matches: [N] or None; previews: (prompt, frames uint8 [T, H, W, 3]) of some videos, always the same ones."""
+
+    axes: np.ndarray
+    reward: np.ndarray
+    truth: np.ndarray | None
+    matches: np.ndarray | None
+    previews: list[tuple[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One iteration's finished rollouts, in group order."""
+
+    groups: list[GroupRefs]
+    infos: list[GroupInfo]
+    scores: list[Scores]
+
+
+class Controller:
+    """Drives the ring over the three pools."""
+
+    def __init__(self, config: Config, layout: Layout, prompts: Sequence[Prompt], progress: Progress):
+        self.config, self.progress = config, progress
+        self.cursor = PromptCursor(list(prompts), config.seed, num_prompts(config))
+        self.output = Path(config.output_dir)
+        self.metrics = MetricsWriter(self.output)
+        self.rollout_log = RolloutLog(self.output / "rollouts")
+        sampling = config.sampling
+        self.shift = scheduler_shift(Path(config.model.path)) if sampling.shift is None else sampling.shift
+        grid = sigma_grid(sampling.num_steps, self.shift)
+        first, size = sampling.sde_window_start, sampling.sde_window_size
+        window = range(first, sampling.num_steps if size is None else first + size)
+        coefs = coefficients(
+            sampling.sde_type, grid, sampling.eta, last_step=sampling.last_step, sde_steps=tuple(window)
+        )
+        if not coefs.sde_steps:
+            raise ValueError("sampling: no step of the grid is stochastic, nothing can be trained")
+        self.sigmas, self.sde_steps = tuple(map(float, grid)), coefs.sde_steps
+        self.rollouts = RolloutPool(config, layout)
+        self.rewards = RewardService(config, layout)
+        self.learner = LearnerGroup(config, layout)
+        self.version, self.checkpoint = 0, ""
+
+    def start(self) -> None:
+        """Load every model and give the rollout workers version 0. Unblocked by the slowest actor."""
+        ready = self.rewards.ready()
+        num_trainable = self.learner.setup()
+        wait_until_ready(ready, "the reward workers", self.config.cluster.start_timeout_s)
+        self.rollouts.load_weights(self.learner.publish(self.version))
+        self.progress.message(f"policy: {num_trainable:,} trainable parameters, trained steps {list(self.sde_steps)}")
+
+    def run_sync(self) -> None:
+        """Strictly on-policy loop: every iteration's rollouts are made by the weights of the last update."""
+        for iteration in range(self.config.num_iterations):
+            metrics = self.step(iteration)
+            self.metrics.write(iteration + 1, metrics)
+            self.progress.iteration(iteration + 1, metrics)
+            last = iteration + 1 == self.config.num_iterations
+            if last or (iteration + 1) % self.config.save_interval == 0:
+                with self.progress.phase("save"):
+                    self.checkpoint = str(self.output / "checkpoints" / f"version_{self.version:06d}")
+                    self.learner.save(self.checkpoint)
+
+    def step(self, iteration: int) -> dict[str, float]:
+        """One iteration. Consumes the cursor's prompts; produces metrics, a rollout log, and a new policy version
+        on every worker."""
+        times: dict[str, float] = {}
+        prompts = self.cursor.at(iteration)
+        with self._phase("rollout", times):
+            rollout = self._roll_out([self._request(iteration, g, prompt) for g, prompt in enumerate(prompts)])
+        advantages = self._advantages(rollout.scores)
+        with self._phase("update", times):
+            metrics = self.learner.update(
+                [group.trajectory for group in rollout.groups],
+                advantages.values,
+                advantages.weights,
+                len(self.sde_steps),
+            )
+        self.version = int(metrics["policy_version"])
+        with self._phase("publish", times):
+            publication = self.learner.publish(self.version)
+            self.rollouts.load_weights(publication)
+        self._log(iteration, rollout, advantages)
+        return metrics | times | self._summary(rollout, advantages)
+
+    def _phase(self, name: str, times: dict[str, float]):
+        return _Timed(self.progress.phase(name), lambda seconds: times.__setitem__(f"phase/{name}_s", seconds))
+
+    def _request(self, iteration: int, group: int, prompt: Prompt) -> GroupRequest:
+        sampling = self.config.sampling
+        return GroupRequest(
+            step=iteration,
+            group=group,
+            prompt=prompt,
+            group_size=self.config.data.group_size,
+            policy_version=self.version,
+            seed=self.config.seed,
+            sigmas=self.sigmas,
+            sde_type=sampling.sde_type,
+            eta=sampling.eta,
+            sde_steps=self.sde_steps,
+        )
+
+    def _roll_out(self, requests: Sequence[GroupRequest]) -> Rollout:
+        """Generate and score groups; scoring of a group starts while others are still being generated."""
+        groups, scores = {}, {}
+        for refs in self.rollouts.generate(requests):
+            number = refs.request.group
+            groups[number], scores[number] = refs, self.rewards.score(refs)
+        order = sorted(groups)
+        timeout_s = self.config.reward.timeout_s
+        infos = wait_all([groups[g].info for g in order], "rollout reports", timeout_s)
+        for info in infos:
+            if info.policy_version != self.version or info.sigmas != tuple(requests[0].sigmas):
+                raise RuntimeError(f"group {info.group}: made with version {info.policy_version} or another grid")
+        values = wait_all([scores[g] for g in order], f"scores of {len(order)} groups", timeout_s)
+        return Rollout([groups[g] for g in order], infos, values)
+
+    def weighted(self, axes: np.ndarray) -> np.ndarray:
+        """Weighted sum of axes [..., 3] (eq. 33); nan where one is not finite."""
+        reward = self.config.reward
+        return combine(axes, (reward.weight_vq, reward.weight_mq, reward.weight_ta))
+
+    def _advantages(self, scores: Sequence[Scores]) -> Advantages:
+        settings = self.config.advantage
+        rewards = self.weighted(np.stack([s.axes for s in scores]))
+        return group_advantages(rewards, eps=settings.eps, clip=settings.clip, min_std=settings.min_std)
+
+    def _summary(self, rollout: Rollout, advantages: Advantages) -> dict[str, float]:
+        axes = np.stack([s.axes for s in rollout.scores])
+        reward = self.weighted(axes)
+        summary = {
+            "reward/total": float(np.nanmean(reward)),
+            "reward/std_in_group": float(np.nanmean(np.nanstd(reward, axis=1))),
+            "reward/failed": float(advantages.num_failed),
+            "reward/small_groups": float(advantages.num_small_groups),
+            "reward/flat_groups": float(advantages.num_flat_groups),
+            "rollout/denoise_s": float(sum(info.denoise_s for info in rollout.infos)),
+            "rollout/decode_s": float(sum(info.decode_s for info in rollout.infos)),
+            "reward/score_s": float(sum(s.seconds for s in rollout.scores)),
+        }
+        summary |= {f"reward/{axis}": float(np.nanmean(axes[..., k])) for k, axis in enumerate(AXES)}
+        if rollout.scores[0].truth is not None:
+            truth = np.stack([s.truth for s in rollout.scores])
+            summary["truth/total"] = float(self.weighted(truth).mean())
+            summary |= {f"truth/{axis}": float(truth[..., k].mean()) for k, axis in enumerate(AXES)}
+        return summary
+
+    def _log(self, iteration: int, rollout: Rollout, advantages: Advantages) -> None:
+        rows = []
+        for g, (refs, info, scores) in enumerate(zip(rollout.groups, rollout.infos, rollout.scores, strict=True)):
+            reward = self.weighted(scores.axes)
+            for sample in range(len(scores.axes)):
+                truth = {} if scores.truth is None else {
+                    "truth": float(self.weighted(scores.truth)[sample]),
+                    **{f"truth_{axis}": float(scores.truth[sample, k]) for k, axis in enumerate(AXES)},
+                }
+                axes = {axis: _finite(scores.axes[sample, k]) for k, axis in enumerate(AXES)}
+                weighted = advantages.weights[g, sample] > 0
+                rows.append(
+                    RolloutRow(
+                        iteration=iteration + 1,
+                        prompt=refs.request.prompt.text,
+                        prompt_index=refs.request.prompt.index,
+                        seed=refs.request.prompt.seed,
+                        group=info.group,
+                        sample=sample,
+                        policy_version=info.policy_version,
+                        reward=_finite(reward[sample]),
+                        advantage=float(advantages.values[g, sample]) if weighted else None,
+                        generate_s=info.denoise_s + info.decode_s,
+                        score_s=scores.seconds,
+                        **axes,
+                        **truth,
+                    )
+                )
+        self.rollout_log.write(iteration + 1, rows)
+
+    def evaluate(self, prompts: Sequence[Prompt], first_group: int, num_previews: int) -> EvaluatedSet:
+        """ODE videos of fixed prompts and seeds under the present weights, scored and judged."""
+        settings = self.config.evaluation
+        sigmas = tuple(map(float, sigma_grid(settings.num_steps, self.shift)))
+        requests = [
+            GroupRequest(
+                step=0,
+                group=first_group + i,
+                prompt=prompt,
+                group_size=settings.videos_per_prompt,
+                policy_version=self.version,
+                seed=settings.seed,
+                sigmas=sigmas,
+                sde_type="ode",
+                eta=0.0,
+                sde_steps=(),
+                evaluation=True,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        rollout = self._roll_out(requests)
+        axes = np.concatenate([s.axes for s in rollout.scores])
+        judged = rollout.scores[0].truth is not None
+        shown = range(0, len(prompts), max(1, len(prompts) // max(1, num_previews)))
+        frames = wait_all([_first_video.remote(rollout.groups[i].frames) for i in shown], "previews", 600.0)
+        return EvaluatedSet(
+            axes=axes,
+            reward=self.weighted(axes),
+            truth=np.concatenate([s.truth for s in rollout.scores]) if judged else None,
+            matches=np.concatenate([s.matches for s in rollout.scores]) if judged else None,
+            previews=[(prompts[i].text, video) for i, video in zip(shown, frames, strict=True)],
+        )
+
+
+def _finite(value: float) -> float | None:
+    """A score as the log keeps it: a number, or None for a failed one."""
+    return float(value) if np.isfinite(value) else None
+
+
+class _Timed:
+    """A context manager that also reports its wall time."""
+
+    def __init__(self, inner, report: Callable[[float], None]):
+        self.inner, self.report = inner, report
+
+    def __enter__(self) -> None:
+        self.start = time.monotonic()
+        self.inner.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self.inner.__exit__(*error)
+        self.report(time.monotonic() - self.start)
+
+
+@ray.remote(num_cpus=0)
+def _first_video(frames: np.ndarray) -> np.ndarray:
+    """The first video of a group, so that the driver fetches one video and not the group."""
+    return np.array(frames[0])

@@ -1,0 +1,119 @@
+"""The learner: FSDP2 ranks that hold policy, optimizer, moving anchor and previous step."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import ray
+import torch
+
+from sage_ray.config import Config
+from sage_ray.models.hunyuan_video import TORCH_DTYPES, load_velocity
+from sage_ray.parallel import reshard, shard, start_process_group
+from sage_ray.policy_update import GroupBatch, NonFiniteError, PolicyUpdate, all_finite
+from sage_ray.types import Trajectory
+from sage_ray.weights import WeightPart, pack
+
+
+class LearnerRank:
+    """One rank of the learner group."""
+
+    def __init__(self, config: Config, rank: int, device: str):
+        torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
+        self.config, self.rank, self.device = config, rank, device
+        self.world_size = config.learner.num_ranks
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address and a free port of this rank's host."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def setup(self, address: str, port: int) -> int:
+        """Join the group, load and shard the policy; returns the number of trainable parameters."""
+        config = self.config
+        start_process_group(self.rank, self.world_size, address, port, config.learner.timeout_s)
+        model = load_velocity(Path(config.model.path), TORCH_DTYPES[config.model.dtype], self.device)
+        model.transformer.gradient_checkpointing = config.model.gradient_checkpointing
+        shard(model, self.world_size)
+        sampling = config.sampling
+        self.update_rule = PolicyUpdate(
+            model, config.loss, config.kl, config.optimizer, sampling.guidance_scale, sampling.last_step
+        )
+        return sum(p.numel() for p in self.update_rule.trainable)
+
+    def update(
+        self,
+        trajectories: Sequence[ray.ObjectRef],
+        plan: Sequence[Sequence[int]],
+        advantages_PG: np.ndarray,
+        weights_PG: np.ndarray,
+        num_trained_steps: int,
+    ) -> dict[str, float]:
+        """Learn from this rank's share of one iteration.
+
+        Consumes: references of all trajectories (only this rank's are fetched), the plan of groups for every
+        optimizer step (a negative number -(g + 1) is group g with weight 0), advantages and weights of all groups.
+        Produces: metrics with the policy version; raises NonFiniteError or DisagreementError before stepping.
+        """
+        start = time.monotonic()
+        mine = sorted({g if g >= 0 else -g - 1 for groups in plan for g in groups})
+        fetched = dict(zip(mine, ray.get([trajectories[g] for g in mine]), strict=True))
+        fetch_s = time.monotonic() - start
+        batches = [[self._batch(fetched, g, advantages_PG, weights_PG) for g in groups] for groups in plan]
+        per_update = len(weights_PG) // len(plan)
+        pairs = [
+            float(weights_PG[u * per_update : (u + 1) * per_update].sum() * num_trained_steps)
+            for u in range(len(plan))
+        ]
+        metrics = self.update_rule.update(batches, pairs, self.world_size)
+        if not all_finite(self.update_rule.model):
+            raise NonFiniteError(f"policy version {self.update_rule.version}: a weight is not finite")
+        return {
+            **metrics,
+            "learner/fetch_s": fetch_s,
+            "learner/update_s": time.monotonic() - start - fetch_s,
+            "policy_version": float(self.update_rule.version),
+        }
+
+    @staticmethod
+    def _batch(fetched: dict[int, Trajectory], group: int, advantages: np.ndarray, weights: np.ndarray) -> GroupBatch:
+        number = group if group >= 0 else -group - 1
+        return GroupBatch(fetched[number], advantages[number], weights[number] * (group >= 0))
+
+    def publish(self) -> tuple[WeightPart, str]:
+        """This rank's part of the present version, and its digest."""
+        rule = self.update_rule
+        part = pack(rule.model, rule.version, self.rank, TORCH_DTYPES[self.config.model.dtype])
+        return part, part.digest
+
+    def save(self, folder: str) -> str:
+        """Write the policy as diffusers' transformer folder; rank 0 writes, beside, then renames. Returns the path."""
+        rule = self.update_rule
+        reshard(rule.model)
+        state = {
+            name.removeprefix("transformer."): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu()
+            for name, p in rule.model.named_parameters()
+        }
+        if self.rank == 0:
+            _write_checkpoint(Path(folder), rule, state)
+        return folder
+
+
+def _write_checkpoint(folder: Path, rule: PolicyUpdate, state: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    partial = folder.with_name(folder.name + ".partial")
+    (partial / "transformer").mkdir(parents=True)
+    weights = partial / "transformer" / "diffusion_pytorch_model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, weights, metadata={"format": "pt"})
+    rule.model.transformer.save_config(partial / "transformer")
+    trainer = {"policy_version": rule.version, "kl_controller": rule.controller.state_dict()}
+    (partial / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n", "utf-8")
+    os.replace(partial, folder)

@@ -1,0 +1,143 @@
+"""Rollout pool, reward service and learner group as the controller sees them: a few verbs, references inside."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import ray
+
+from actors.cluster import Layout, start_actor, wait_until_ready
+from actors.learner import LearnerRank
+from actors.reward_worker import RewardWorker
+from actors.rollout_worker import RolloutWorker
+from actors.wait import wait_all, wait_some
+from sage_ray.config import Config
+from sage_ray.policy_update import split_groups
+from sage_ray.types import GroupRequest
+from sage_ray.weights import combined_digest
+
+
+@dataclass(frozen=True)
+class Publication:
+    """One published policy version: its digest and the references of its parts."""
+
+    version: int
+    digest: str
+    parts: tuple[ray.ObjectRef, ...]
+
+
+@dataclass(frozen=True)
+class GroupRefs:
+    """References of one group in the object store, and the request it answers."""
+
+    request: GroupRequest
+    trajectory: ray.ObjectRef
+    frames: ray.ObjectRef
+    info: ray.ObjectRef
+
+
+class RolloutPool:
+    """Rollout workers. A worker gets work only at the version it has confirmed."""
+
+    def __init__(self, config: Config, layout: Layout):
+        self.timeout_s = config.rollout.timeout_s
+        self.workers = [
+            start_actor(RolloutWorker, f"rollout-{i}", layout.gpus_rollout, config, layout.device)
+            for i in range(config.rollout.num_workers)
+        ]
+
+    def load_weights(self, publication: Publication) -> None:
+        """Give every worker one version; waits for all, raises when one confirms anything else."""
+        answers = wait_all(
+            [w.load_weights.remote(publication.version, publication.digest, *publication.parts) for w in self.workers],
+            f"weights of version {publication.version} on {len(self.workers)} rollout workers",
+            self.timeout_s,
+        )
+        for answer in answers:
+            if answer["version"] != publication.version or answer["digest"] != publication.digest:
+                raise RuntimeError(f"rollout worker answers {answer} to version {publication.version}")
+
+    def generate(self, requests: Sequence[GroupRequest]) -> Iterator[GroupRefs]:
+        """Groups in the order in which they finish; each worker has one request running and one waiting."""
+        queue, running = deque(requests), {}
+
+        def submit(worker: ray.actor.ActorHandle) -> None:
+            if queue:
+                request = queue.popleft()
+                trajectory, frames, info = worker.generate.options(
+                    num_returns=3, name=f"generate step {request.step} group {request.group}"
+                ).remote(request)
+                running[info] = worker, GroupRefs(request, trajectory, frames, info)
+
+        for worker in [*self.workers, *self.workers]:
+            submit(worker)
+        while running:
+            done, _ = wait_some(list(running), 1, f"{len(running) + len(queue)} rollout groups", self.timeout_s)
+            for info in done:
+                worker, refs = running.pop(info)
+                submit(worker)
+                yield refs
+
+
+class RewardService:
+    """Reward workers, one group a call, taken in turn."""
+
+    def __init__(self, config: Config, layout: Layout):
+        self.timeout_s = config.reward.timeout_s
+        self.workers = [
+            start_actor(RewardWorker, f"reward-{i}", layout.gpus_reward, config, layout.device)
+            for i in range(config.reward.num_workers)
+        ]
+        self._turn = 0
+
+    def ready(self) -> list[ray.ObjectRef]:
+        """References that are done once every model is loaded."""
+        return [worker.ready.remote() for worker in self.workers]
+
+    def score(self, refs: GroupRefs) -> ray.ObjectRef:
+        """Reference of the group's Scores; scoring starts when its frames are there."""
+        self._turn = (self._turn + 1) % len(self.workers)
+        name = f"score step {refs.request.step} group {refs.request.group}"
+        return self.workers[self._turn].score.options(name=name).remote(refs.frames, refs.request.prompt.text)
+
+
+class LearnerGroup:
+    """FSDP2 ranks that act as one."""
+
+    def __init__(self, config: Config, layout: Layout):
+        self.config, self.timeout_s = config, config.learner.timeout_s
+        self.ranks = [
+            start_actor(LearnerRank, f"learner-{rank}", layout.gpus_learner, config, rank, layout.device)
+            for rank in range(config.learner.num_ranks)
+        ]
+
+    def setup(self) -> int:
+        """Form the group and load the policy; returns the number of trainable parameters."""
+        start_s = self.config.cluster.start_timeout_s
+        address, port = wait_until_ready([self.ranks[0].rendezvous.remote()], "learner rank 0", start_s)[0]
+        sizes = wait_until_ready([r.setup.remote(address, port) for r in self.ranks], "the learner's ranks", start_s)
+        return sizes[0]
+
+    def update(
+        self, trajectories: Sequence[ray.ObjectRef], advantages: np.ndarray, weights: np.ndarray, num_trained: int
+    ) -> dict[str, float]:
+        """One iteration of learning on groups given in order; metrics of rank 0 (the same everywhere)."""
+        plan = split_groups(len(trajectories), self.config.loss.num_updates, len(self.ranks))
+        refs = [
+            rank.update.remote(list(trajectories), [shares[i] for shares in plan], advantages, weights, num_trained)
+            for i, rank in enumerate(self.ranks)
+        ]
+        return wait_all(refs, f"the update of {len(trajectories)} groups", self.timeout_s)[0]
+
+    def publish(self, version: int) -> Publication:
+        """Put the present weights into the object store, every rank its own shards."""
+        pairs = [rank.publish.options(num_returns=2).remote() for rank in self.ranks]
+        digests = wait_all([digest for _, digest in pairs], f"publication of version {version}", self.timeout_s)
+        return Publication(version, combined_digest(digests), tuple(part for part, _ in pairs))
+
+    def save(self, folder: str) -> None:
+        """Write a checkpoint; every rank takes part."""
+        wait_all([rank.save.remote(folder) for rank in self.ranks], f"checkpoint {folder}", self.timeout_s)

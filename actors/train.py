@@ -1,0 +1,165 @@
+"""`launch.py train`: check the input, start the pools, evaluate, run the ring, evaluate again, report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from actors.cluster import plan_layout, start_ray
+from actors.controller import HELD_OUT_GROUP, Controller, EvaluatedSet
+from sage_ray.config import Config, ConfigError
+from sage_ray.config_check import num_prompts, validate
+from sage_ray.config_files import check_files
+from sage_ray.config_load import load_config, to_yaml
+from sage_ray.contact_sheet import SheetRow, contact_sheet
+from sage_ray.data.prompts import read_prompts
+from sage_ray.progress import Progress
+from sage_ray.report import mean_error, reward_curve, summary_table
+from sage_ray.rewards.videoalign import VideoAlign
+from sage_ray.shapes.world import parse_caption
+from sage_ray.types import AXES, Prompt
+from sage_ray.video import write_video
+
+NUM_PREVIEWS = 12
+SETS = ("training", "held_out")
+
+
+class RunStoppedError(RuntimeError):
+    """A run that had to stop; the message names the step and the last good checkpoint."""
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A configuration whose every file and rule has been checked."""
+
+    config: Config
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+
+
+def check(files: Sequence[Path], overrides: Sequence[str]) -> CheckedRun:
+    """Everything that can be checked before anything is allocated. Raises ValueError naming key or file and rule."""
+    config = load_config(files, overrides)
+    validate(config)
+    check_files(config)
+    VideoAlign.check(Path(config.reward.path))
+    prompts = read_prompts(config.data.prompts)
+    held_out = read_prompts(config.data.held_out_prompts) if config.evaluation.num_prompts else []
+    if num_prompts(config) > len(prompts):
+        raise ConfigError(
+            f"data.num_prompts: {num_prompts(config)} a iteration, but {', '.join(config.data.prompts)} "
+            f"hold only {len(prompts)} prompts"
+        )
+    if config.reward.truth == "shapes":
+        for prompt in (*prompts, *held_out):
+            parse_caption(prompt.text)
+    return CheckedRun(config, prompts, held_out)
+
+
+def train(run: CheckedRun) -> None:
+    """Run a checked configuration to its end. Raises RunStoppedError when the run cannot go on."""
+    config, progress = run.config, Progress(run.config.num_iterations)
+    output, start = Path(config.output_dir), time.monotonic()
+    start_ray(config)
+    try:
+        layout = plan_layout(config, ray.cluster_resources().get("GPU", 0))
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "config.yaml").write_text(to_yaml(config), "utf-8")
+        progress.message(f"starting {config.rollout.num_workers} rollout, {config.reward.num_workers} reward and "
+                         f"{config.learner.num_ranks} learner actors on {layout.device}")
+        controller = Controller(config, layout, run.prompts, progress)
+        controller.start()
+        progress.message(f"ready after {time.monotonic() - start:.0f} s")
+        try:
+            _run(run, controller, progress)
+        except (ray.exceptions.RayError, TimeoutError, RuntimeError) as error:
+            saved = controller.checkpoint or f"{config.model.path} (none was saved yet)"
+            reason = getattr(error, "cause", None) or error
+            raise RunStoppedError(
+                f"after policy version {controller.version}: {type(reason).__name__}: {str(reason).strip()}; "
+                f"the last good checkpoint is {saved}"
+            ) from error
+        finally:
+            controller.metrics.close()
+    finally:
+        ray.shutdown()
+
+
+def _run(run: CheckedRun, controller: Controller, progress: Progress) -> None:
+    """Evaluation, ring, evaluation, report."""
+    config, before, after = run.config, None, None
+    if config.evaluation.num_prompts:
+        before = _evaluate(run, controller, progress, 0)
+    controller.run_sync()
+    if before is not None:
+        after = _evaluate(run, controller, progress, config.num_iterations)
+    reward_curve(Path(config.output_dir) / "reward_curve.png", Path(config.output_dir) / "metrics.jsonl")
+    if before is not None and after is not None:
+        _report(config, before, after, progress)
+    progress.message(f"everything is in {config.output_dir}")
+
+
+def _evaluate(run: CheckedRun, controller: Controller, progress: Progress, step: int) -> dict[str, EvaluatedSet]:
+    """Evaluate both prompt sets and write the numbers under `step`."""
+    result, metrics = {}, {}
+    for name, prompts, first in zip(SETS, (run.prompts, run.held_out), (0, HELD_OUT_GROUP), strict=True):
+        with progress.phase(f"evaluate {name} prompts"):
+            chosen = spread(prompts, run.config.evaluation.num_prompts)
+            result[name] = controller.evaluate(chosen, first, NUM_PREVIEWS)
+        for measure, total, axes in _measures(result[name], controller):
+            for label, values in (("total", total), *((axis, axes[:, k]) for k, axis in enumerate(AXES))):
+                metrics[f"evaluation/{name}/{measure}/{label}"] = float(np.nanmean(values))
+                metrics[f"evaluation/{name}/{measure}/{label}_error"] = mean_error(values)
+    controller.metrics.write(step, metrics)
+    return result
+
+
+def _measures(evaluated: EvaluatedSet, controller: Controller) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    measures = [("reward", evaluated.reward, evaluated.axes)]
+    if evaluated.truth is not None:
+        measures.append(("truth", controller.weighted(evaluated.truth), evaluated.truth))
+    return measures
+
+
+def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """`count` prompts in a fixed pseudo-random order (all of them when there are fewer)."""
+    order = np.random.Generator(np.random.Philox(0)).permutation(len(prompts))
+    return [prompts[i] for i in sorted(order[:count])]
+
+
+def _report(
+    config: Config, before: dict[str, EvaluatedSet], after: dict[str, EvaluatedSet], progress: Progress
+) -> None:
+    """Summary table, contact sheet and videos of before and after."""
+    weights = np.array([config.reward.weight_vq, config.reward.weight_mq, config.reward.weight_ta])
+    scores: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+    for name in SETS:
+        first, last = before[name], after[name]
+        table = scores[name] = {"reward": (first.reward, last.reward)}
+        table |= {f"reward {axis}": (first.axes[:, k], last.axes[:, k]) for k, axis in enumerate(AXES)}
+        if first.truth is not None and last.truth is not None:
+            table["truth"] = (first.truth @ weights, last.truth @ weights)
+            table |= {f"truth {axis}": (first.truth[:, k], last.truth[:, k]) for k, axis in enumerate(AXES)}
+            table["match"] = (first.matches.astype(float), last.matches.astype(float))
+    progress.console.print(summary_table(scores))
+    output = Path(config.output_dir)
+    first, last = before["held_out"], after["held_out"]
+    per_prompt = config.evaluation.videos_per_prompt
+    step = max(1, len(first.reward) // per_prompt // NUM_PREVIEWS) * per_prompt
+    rows = []
+    for i, ((prompt, old), (_, new)) in enumerate(zip(first.previews, last.previews, strict=True)):
+        numbers = [{"reward": float(s.reward[i * step])} for s in (first, last)]
+        for numbers_of, s in zip(numbers, (first, last), strict=True):
+            if s.truth is not None:
+                numbers_of["truth"] = float(s.truth[i * step] @ weights)
+        rows.append(SheetRow(prompt, old, new, *numbers))
+        scale = max(1, 256 // old.shape[1])
+        for label, video in (("before", old), ("after", new)):
+            write_video(output / "videos" / f"{i:02d}_{label}.mp4", video, config.sampling.fps, scale)
+    contact_sheet(output / "contact_sheet.png", rows)
+

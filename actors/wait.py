@@ -1,0 +1,40 @@
+"""Bounded waits. Every wait on Ray says what it waits for, every 30 s, and ends in an error that says it again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+logger = logging.getLogger("sage_ray")
+REPORT_S = 30.0
+
+
+class WaitTimeoutError(TimeoutError):
+    """A wait outlasted its bound; the message names what was waited for."""
+
+
+def wait_all(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
+    """Values of all `refs` (small ones: they arrive in this process). Raises WaitTimeoutError or the task's error."""
+    pending, deadline = list(refs), time.monotonic() + timeout_s
+    while pending:
+        _, pending = wait_some(pending, len(pending), what, deadline - time.monotonic())
+    return ray.get(list(refs))
+
+
+def wait_some(
+    refs: Sequence[ray.ObjectRef], count: int, what: str, timeout_s: float
+) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
+    """Wait until `count` of `refs` are done; (done, pending). Logs every 30 s, raises WaitTimeoutError at the bound."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = deadline - time.monotonic()
+        done, pending = ray.wait(list(refs), num_returns=count, timeout=max(0.0, min(REPORT_S, left)), fetch_local=False)
+        if len(done) >= count:
+            return done, pending
+        if left <= REPORT_S:
+            raise WaitTimeoutError(f"waited {timeout_s:.0f} s for {what}: {len(done)} of {len(refs)} done")
+        logger.warning("still waiting for %s: %d of %d done, %.0f s left", what, len(done), len(refs), left)

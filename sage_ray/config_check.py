@@ -1,0 +1,176 @@
+"""The rules a configuration must keep, checked before anything is allocated. Pure: looks at no file and no device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from sage_ray.config import DTYPES, KL_MODES, SDE_TYPES, Config, ConfigError, dotted_keys, value_at
+
+
+class Broken(NamedTuple):
+    """A broken rule: the key, and what it demands."""
+
+    key: str
+    rule: str
+
+
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "sampling.sde_type": SDE_TYPES,
+    "sampling.last_step": ("ode", "sde"),
+    "kl.mode": KL_MODES,
+    "kl.direction": ("paper", "ppo"),
+    "kl.previous": ("last_step", "iteration_start"),
+    "loss.cps_log_prob": ("normalised", "published"),
+    "model.dtype": DTYPES,
+    "reward.dtype": DTYPES,
+    "reward.truth": (None, "shapes"),
+    "cluster.device": ("auto", "cpu", "cuda"),
+}
+
+AT_LEAST: dict[str, float] = {
+    "seed": 0, "num_iterations": 1, "save_interval": 1,
+    "sampling.num_steps": 1, "sampling.height": 1, "sampling.width": 1, "sampling.num_frames": 1,
+    "sampling.guidance_scale": 1, "sampling.sde_window_start": 0, "sampling.sde_window_size": 1,
+    "data.group_size": 2, "data.num_prompts": 1, "data.batch_size": 1,
+    "reward.num_workers": 1, "advantage.min_std": 0, "loss.num_updates": 1,
+    "kl.coef": 0, "kl.min_coef": 0, "kl.moving_weight": 0, "kl.step_weight": 0,
+    "kl.warmup_steps": 0, "kl.anchor_interval": 1, "optimizer.weight_decay": 0,
+    "learner.num_ranks": 1, "learner.sp_size": 1,
+    "rollout.num_workers": 1, "rollout.gpus_per_group": 1, "rollout.sp_size": 1,
+    "evaluation.num_prompts": 0, "evaluation.videos_per_prompt": 1, "evaluation.num_steps": 1,
+    "evaluation.interval": 0, "evaluation.seed": 0, "cluster.object_store_bytes": 1,
+}  # fmt: skip
+
+POSITIVE = (
+    "sampling.shift", "sampling.fps", "reward.timeout_s", "advantage.eps", "advantage.clip", "loss.clip_range",
+    "optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm",
+    "learner.timeout_s", "rollout.timeout_s", "cluster.start_timeout_s",
+)  # fmt: skip
+
+BELOW_ONE = ("loss.clip_range", "optimizer.beta1", "optimizer.beta2")
+
+NOT_EMPTY = ("output_dir", "model.path", "reward.path", "data.prompts")
+
+
+def validate(config: Config) -> None:
+    """Checks every rule in order and reports the first that is broken.
+
+    Raises:
+        ConfigError: names key, value and rule.
+    """
+    for rules in (_single_values, _sampling, _kl_and_reward, _parallel, _prompts):
+        for broken in rules(config):
+            raise ConfigError(f"{broken.key}={value_at(config, broken.key)!r}: {broken.rule}")
+
+
+def num_prompts(config: Config) -> int:
+    """Prompts per iteration: data.num_prompts, or batch_size * dp / group_size as the official program has it."""
+    if config.data.num_prompts is not None:
+        return config.data.num_prompts
+    if config.data.batch_size is None:
+        raise ConfigError("data.num_prompts=None: exactly one of data.num_prompts and data.batch_size must be set")
+    return config.data.batch_size * _dp(config) // config.data.group_size
+
+
+def _dp(config: Config) -> int:
+    """Data-parallel degree of the learner."""
+    return config.learner.num_ranks // config.learner.sp_size
+
+
+def _single_values(config: Config) -> Iterator[Broken]:
+    """Rules about one value each; null is outside of every range rule."""
+    for key, choices in CHOICES.items():
+        if value_at(config, key) not in choices:
+            yield Broken(key, f"must be one of {', '.join('null' if c is None else c for c in choices)}")
+
+    def numbers(keys: Any, holds: Callable[[float, str], bool]) -> Iterator[str]:
+        given = ((key, value_at(config, key)) for key in keys)
+        return (key for key, value in given if isinstance(value, int | float) and not holds(value, key))
+
+    yield from (Broken(key, "must be finite") for key in numbers(dotted_keys(), lambda v, _: math.isfinite(v)))
+    for key in numbers(AT_LEAST, lambda v, key: v >= AT_LEAST[key]):
+        yield Broken(key, f"must be at least {AT_LEAST[key]}")
+    yield from (Broken(key, "must be greater than 0") for key in numbers(POSITIVE, lambda v, _: v > 0))
+    yield from (Broken(key, "must be in [0, 1)") for key in numbers(BELOW_ONE, lambda v, _: 0 <= v < 1))
+    yield from (Broken(key, "must not be empty") for key in NOT_EMPTY if not value_at(config, key))
+    for key in ("seed", "evaluation.seed"):
+        if value_at(config, key) >= 2**63:
+            yield Broken(key, "must be less than 2**63")
+
+
+def _sampling(config: Config) -> Iterator[Broken]:
+    """The transition must have a density, and at least one step must be trained."""
+    sampling = config.sampling
+    if sampling.sde_type == "ode":
+        yield Broken(
+            "sampling.sde_type",
+            "training needs noise (eta > 0 and an sde_type other than ode); ode only serves evaluation",
+        )
+    if sampling.eta <= 0:
+        yield Broken(
+            "sampling.eta",
+            f"training with sde_type={sampling.sde_type} needs eta > 0: without noise a step has no log-prob",
+        )
+    if sampling.sde_type == "cps" and sampling.eta > 1:
+        yield Broken("sampling.eta", "sde_type=cps needs eta <= 1: its sine folds back above 1")
+    if not 0.1 <= sampling.fps <= 1000:
+        yield Broken("sampling.fps", "must be in [0.1, 1000], what a video file can hold")
+    start, size, steps = sampling.sde_window_start, sampling.sde_window_size, sampling.num_steps
+    stochastic_end = steps - 1 if sampling.last_step == "ode" else steps
+    if size is None and start != 0:
+        yield Broken("sampling.sde_window_start", "needs sde_window_size; without it every step is stochastic")
+    if size is not None and start + size > steps:
+        yield Broken(
+            "sampling.sde_window_size", f"sde_window_start={start} + sde_window_size must be at most num_steps={steps}"
+        )
+    if start >= stochastic_end:
+        key = "sampling.num_steps" if size is None else "sampling.sde_window_start"
+        yield Broken(
+            key,
+            f"no step is left to train: with last_step={sampling.last_step} only the steps 0 to "
+            f"{stochastic_end - 1} of num_steps={steps} can be stochastic",
+        )
+
+
+def _kl_and_reward(config: Config) -> Iterator[Broken]:
+    kl, reward = config.kl, config.reward
+    if kl.mode != "none":
+        if kl.weight <= 0:
+            yield Broken("kl.weight", f"must be greater than 0 with kl.mode={kl.mode}; kl.mode=none turns KL off")
+        for key in ("kl.coef", "kl.min_coef"):
+            if value_at(config, key) > kl.weight:
+                yield Broken(key, f"must be at most kl.weight={kl.weight}, the largest lambda")
+    if reward.weight_vq == reward.weight_mq == reward.weight_ta == 0:
+        yield Broken("reward.weight_ta", "weight_vq, weight_mq and weight_ta must not all be 0")
+    if config.evaluation.num_prompts > 0 and not config.data.held_out_prompts:
+        yield Broken("data.held_out_prompts", "must not be empty while evaluation.num_prompts is greater than 0")
+
+
+def _parallel(config: Config) -> Iterator[Broken]:
+    for key, whole in (("rollout.sp_size", "rollout.gpus_per_group"), ("learner.sp_size", "learner.num_ranks")):
+        size, available = value_at(config, key), value_at(config, whole)
+        if available % size:
+            yield Broken(key, f"must divide {whole}={available}")
+        if size > 1:
+            yield Broken(key, "must be 1: sequence parallel is not built yet")
+
+
+def _prompts(config: Config) -> Iterator[Broken]:
+    """The number of prompts per iteration, in the official program's words too."""
+    data, dp = config.data, _dp(config)
+    if (data.num_prompts is None) == (data.batch_size is None):
+        yield Broken(
+            "data.num_prompts",
+            f"with data.batch_size={data.batch_size}: exactly one of data.num_prompts and data.batch_size must be set",
+        )
+    if data.batch_size is not None and (data.batch_size * dp) % data.group_size:
+        yield Broken(
+            "data.batch_size",
+            f"(batch_size * dp) % num_generations must be 0: batch_size={data.batch_size} "
+            f"videos on each of dp={dp} data-parallel ranks do not fill groups of "
+            f"data.group_size (num_generations) = {data.group_size}",
+        )
+    if num_prompts(config) % config.loss.num_updates:
+        yield Broken("loss.num_updates", f"must divide the {num_prompts(config)} prompts of an iteration")

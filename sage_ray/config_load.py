@@ -1,0 +1,210 @@
+"""Reads a `Config`: defaults, then YAML files in order, then `key=value` from the command line.
+
+Flags of the official program are accepted where they mean exactly one of our keys (`OFFICIAL`); values are official
+too for booleans (true/1/yes/on). An official flag without an exact counterpart is an unknown key, on purpose.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from sage_ray.config import Config, ConfigError, dotted_keys, type_words
+
+OFFICIAL: dict[str, tuple[str, ...]] = {
+    "learning_rate": ("optimizer.learning_rate",),
+    "weight_decay": ("optimizer.weight_decay",),
+    "max_grad_norm": ("optimizer.max_grad_norm",),
+    "max_steps": ("num_iterations",),
+    "save_interval": ("save_interval",),
+    "output_dir": ("output_dir",),
+    "seed": ("seed",),
+    "batch_size": ("data.batch_size",),
+    "num_generations": ("data.group_size",),
+    "train_video_csv": ("data.prompts",),
+    "sde_type": ("sampling.sde_type",),
+    "eta": ("sampling.eta",),
+    "cfg_scale": ("sampling.guidance_scale",),
+    "grpo_sampling_steps": ("sampling.num_steps",),
+    "infer_flow_shift_video": ("sampling.shift",),
+    "neg_prompt": ("sampling.negative_prompt",),
+    "sample_n_frames": ("sampling.num_frames",),
+    "video_fps": ("sampling.fps",),
+    "use_same_noise": ("sampling.same_noise_per_group",),
+    "adv_clip_max": ("advantage.clip",),
+    "clip_range": ("loss.clip_range",),
+    "use_grad_balancing": ("loss.equalizer",),
+    "kl_weight": ("kl.weight",),
+    "kl_coef": ("kl.coef",),
+    "kl_min_coef": ("kl.min_coef",),
+    "update_ref_model_step": ("kl.anchor_interval",),
+    "dual_kl_moving_weight": ("kl.moving_weight",),
+    "dual_kl_step_weight": ("kl.step_weight",),
+    "enable_gradient_checkpointing": ("model.gradient_checkpointing",),
+    "sp_size": ("learner.sp_size", "rollout.sp_size"),
+    "validation_global_seed": ("evaluation.seed",),
+    "validation_num_inference_steps": ("evaluation.num_steps",),
+}
+"""Official flag -> our keys; the official sp_size is one number for the learner and the rollout."""
+
+RELATED = {"use_moving_KL": "kl.mode", "use_dual_kl": "kl.mode", "pretrained_model_root": "model.path"}
+"""Official flags without an exact counterpart, and the key that decides the matter here."""
+
+TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+class Setting(NamedTuple):
+    """One assignment: our dotted key, its value, and where it was written."""
+
+    key: str
+    value: Any
+    source: str
+
+
+def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
+    """Merges defaults, YAML files and command line; later wins. Rules are checked by `config_check.validate`.
+
+    Args:
+        files: YAML files in order of precedence, the last wins.
+        overrides: "key=value", "--key=value", "--key value" (two words) or a bare "--flag" for a boolean.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, wrong type or malformed override.
+    """
+    merged = OmegaConf.structured(Config)
+    settings = [setting for file in files for setting in _from_file(Path(file))]
+    settings += _from_command_line(overrides)
+    for setting in settings:
+        _assign(merged, setting)
+    try:
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {_first_line(error)}") from error
+
+
+def to_yaml(config: Config) -> str:
+    """The complete resolved configuration; `load_config` of this text gives an equal Config."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+
+
+def _from_file(file: Path) -> Iterator[Setting]:
+    """Leaf assignments of one YAML file."""
+    try:
+        content = OmegaConf.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: the configuration file does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{file}: not valid YAML: {error}") from error
+    if not isinstance(content, DictConfig):
+        raise ConfigError(f"{file}: must hold keys and values, holds a list")
+    yield from _flatten(OmegaConf.to_container(content, resolve=False), "", f"in {file}")
+
+
+def _flatten(node: Any, prefix: str, source: str) -> Iterator[Setting]:
+    """Descends nested sections down to known keys; what is unknown keeps its full path for the message."""
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        is_leaf = key in dotted_keys() or key in OFFICIAL
+        if isinstance(value, dict) and not is_leaf and (value or _is_section(key)):
+            yield from _flatten(value, f"{key}.", source)
+        else:
+            yield from (Setting(ours, value, source) for ours in _resolve(key, value, source))
+
+
+def _from_command_line(overrides: Sequence[str]) -> Iterator[Setting]:
+    """Assignments of the command line; values are YAML, but text for keys that hold text."""
+    source = "on the command line"
+    for name, text in _split(overrides):
+        for key in _resolve(name, text, source):
+            yield Setting(key, _parse(key, text), source)
+
+
+def _split(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(key, text) of each override, also in the official form of two words or of a bare flag."""
+    words = list(overrides)
+    while words:
+        word = words.pop(0)
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not equals and word.startswith("--"):
+            is_flag = any(dotted_keys()[key] is bool for key in OFFICIAL.get(name, (name,)) if key in dotted_keys())
+            takes_next = words and not words[0].startswith("--")
+            if takes_next and (not is_flag or words[0].lower() in TRUE + FALSE):
+                equals, text = "=", words.pop(0)
+            elif is_flag:
+                equals, text = "=", "true"
+        if not equals or not name.strip() or name != name.strip():
+            raise ConfigError(f"{word!r} on the command line: must have the form key=value, without blanks around =")
+        yield name, text
+
+
+def _parse(key: str, text: str) -> Any:
+    if dotted_keys()[key] is str:
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise _wrong_type(Setting(key, text, "on the command line")) from error
+
+
+def _resolve(name: str, value: Any, source: str) -> tuple[str, ...]:
+    """Our keys for a dotted key or an official flag; ConfigError for an unknown one or a section without keys."""
+    if name in dotted_keys():
+        return (name,)
+    if name in OFFICIAL:
+        return OFFICIAL[name]
+    if _is_section(name):
+        inside = ", ".join(key for key in dotted_keys() if key.startswith(name + "."))
+        raise ConfigError(f"{name}={value!r} {source}: {name} is a section, set a key inside it: {inside}")
+    raise ConfigError(f"unknown key {name!r} {source}; the closest known key is {_closest(name)!r}")
+
+
+def _is_section(name: str) -> bool:
+    return any(key.startswith(name + ".") for key in dotted_keys())
+
+
+def _closest(name: str) -> str:
+    """The known key most like `name`, compared with whole dotted keys, their last part and official flags."""
+    if name in RELATED:
+        return RELATED[name]
+    spellings = {key.rpartition(".")[2]: key for key in reversed(dotted_keys())}
+    spellings |= {flag: keys[0] for flag, keys in OFFICIAL.items()}
+    spellings |= {key: key for key in dotted_keys()}
+    best = difflib.get_close_matches(name, spellings, n=1, cutoff=0.0)
+    return spellings[best[0]]
+
+
+def _assign(merged: DictConfig, setting: Setting) -> None:
+    """Puts one value into the structured config, which converts it to the declared type or refuses."""
+    kind, value = dotted_keys()[setting.key], setting.value
+    interpolated = isinstance(value, str) and "${" in value
+    if kind is bool and not interpolated:
+        word = str(value).lower()
+        if word not in TRUE + FALSE:
+            raise _wrong_type(setting)
+        value = word in TRUE
+    is_texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if kind == list[str] and not is_texts and not interpolated:
+        raise _wrong_type(setting)
+    try:
+        OmegaConf.update(merged, setting.key, value)
+    except OmegaConfBaseException as error:
+        raise _wrong_type(setting) from error
+
+
+def _wrong_type(setting: Setting) -> ConfigError:
+    expected = type_words(dotted_keys()[setting.key])
+    if expected == "list of str":
+        expected += ", as in [first, second]"
+    return ConfigError(f"{setting.key}={setting.value!r} {setting.source}: must be of type {expected}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,257 @@
+"""HunyuanVideo-1.5 through diffusers: load a pipeline directory, encode prompts once, give velocities, decode frames.
+
+`PackedVelocity` is the one forward that pretraining, rollout, reference and learner share. It calls the modules of
+diffusers' HunyuanVideo15Transformer3DModel with valid text tokens only: the padded slots, the S x S mask and the
+per-sample reordering loop of the stock forward are left out, which changes fp32 results by about 1e-6.
+Text-to-video only: the image slots are empty.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
+from diffusers.models.embeddings import apply_rotary_emb
+from torch import nn
+from torch.nn import functional
+
+from sage_ray.schedule import timestep
+from sage_ray.types import Condition
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class PackedAttention:
+    """Joint attention of video and text tokens with an optional key mask; diffusers' processor interface."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
+        """hidden_states [B, S, D], encoder_hidden_states [B, L, D], attention_mask bool [B, L] (valid text) or None."""
+        heads = attn.heads
+
+        def split(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(2, (heads, -1))
+
+        query, key = attn.norm_q(split(attn.to_q(hidden_states))), attn.norm_k(split(attn.to_k(hidden_states)))
+        query = apply_rotary_emb(query, image_rotary_emb, sequence_dim=1)
+        key = apply_rotary_emb(key, image_rotary_emb, sequence_dim=1)
+        text_query = attn.norm_added_q(split(attn.add_q_proj(encoder_hidden_states)))
+        text_key = attn.norm_added_k(split(attn.add_k_proj(encoder_hidden_states)))
+        query, key = torch.cat([query, text_query], 1), torch.cat([key, text_key], 1)
+        value = torch.cat([split(attn.to_v(hidden_states)), split(attn.add_v_proj(encoder_hidden_states))], 1)
+        mask = None
+        if attention_mask is not None:
+            mask = functional.pad(attention_mask, (hidden_states.shape[1], 0), value=True)[:, None, None]
+        joint = functional.scaled_dot_product_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask
+        )
+        joint = joint.transpose(1, 2).flatten(2)
+        video, text = joint.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], 1)
+        return attn.to_out[0](video), attn.to_add_out(text)
+
+
+class PackedVelocity(nn.Module):
+    """Velocity of a HunyuanVideo15Transformer3DModel from packed text. Weights live in `self.transformer`."""
+
+    def __init__(self, transformer: HunyuanVideo15Transformer3DModel, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        if transformer.config.use_meanflow:
+            raise ValueError("transformer/config.json: use_meanflow is true; only text-to-video models are supported")
+        self.transformer = transformer
+        self.dtype = dtype
+        for block in transformer.transformer_blocks:
+            block.attn.set_processor(PackedAttention())
+        freeze_unused(transformer)
+
+    def forward(
+        self,
+        latents: torch.Tensor,
+        timesteps: torch.Tensor,
+        text: torch.Tensor,
+        byt5: torch.Tensor,
+        text_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One unguided velocity.
+
+        Args:
+            latents: [B, C, F, H, W]. timesteps: float32 [1] or [B], sigma * 1000, never rounded to bf16.
+            text: [1 or B, L, text_dim], valid tokens only unless `text_mask` bool [B, L] marks them.
+            byt5: [1 or B, L2, byt5_dim], L2 may be 0. A leading 1 means: the same for the whole batch.
+        Returns: float32 [B, C, F, H, W].
+        """
+        model, batch = self.transformer, latents.shape[0]
+        hidden, shape = self._embed_video(latents)
+        rotary = model.rope(latents)
+        embedded_time = model.time_embed.time_proj(timesteps)
+        time = model.time_embed.timestep_embedder(embedded_time.to(self.dtype))
+        context = self._embed_text(timesteps, text, byt5, text_mask).expand(batch, -1, -1)
+        if text_mask is not None:
+            text_mask = functional.pad(text_mask, (byt5.shape[1], 0), value=True)
+        for block in model.transformer_blocks:
+            if model.gradient_checkpointing and torch.is_grad_enabled():
+                hidden, context = torch.utils.checkpoint.checkpoint(
+                    block, hidden, context, time, text_mask, rotary, use_reentrant=False
+                )
+            else:
+                hidden, context = block(hidden, context, time, text_mask, rotary)
+        out = model.proj_out(model.norm_out(hidden, time.expand(batch, -1)))
+        return self._unpatch(out, shape).float()
+
+    def _embed_video(self, latents: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
+        """[B, C, F, H, W] to tokens [B, S, D]; the condition and mask channels of text-to-video are zero."""
+        config = self.transformer.config
+        batch, channels, *size = latents.shape
+        zeros = latents.new_zeros(batch, config.in_channels - channels, *size)
+        tokens = self.transformer.x_embedder(torch.cat([latents, zeros], 1).to(self.dtype))
+        frames, rows, columns = size
+        return tokens, (frames // config.patch_size_t, rows // config.patch_size, columns // config.patch_size)
+
+    def _embed_text(self, timesteps, text, byt5, text_mask) -> torch.Tensor:
+        """Context tokens [1 or B, L2 + L, D], byT5 before language model as the stock forward orders them."""
+        model = self.transformer
+        refiner = model.context_embedder
+        context = refiner(text.to(self.dtype), timesteps, text_mask)
+        context = context + model.cond_type_embed.weight[0]
+        if byt5.shape[1] == 0:
+            return context
+        glyphs = model.context_embedder_2(byt5.to(self.dtype)) + model.cond_type_embed.weight[1]
+        return torch.cat([glyphs, context], 1)
+
+    def _unpatch(self, tokens: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
+        """Tokens [B, S, patch * C] back to [B, C, F, H, W]."""
+        config = self.transformer.config
+        p_t, p = config.patch_size_t, config.patch_size
+        x = tokens.reshape(tokens.shape[0], *shape, -1, p_t, p, p).permute(0, 4, 1, 5, 2, 6, 3, 7)
+        return x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+
+def freeze_unused(transformer: HunyuanVideo15Transformer3DModel) -> None:
+    """Take parameters that text-to-video never reads (or whose output is dropped) out of training.
+
+    With a zero or missing gradient, weight decay would still shrink them and a saved optimizer could not be resumed.
+    The byT5 projection is frozen only where the checkpoint stores it as zeros, as the small world does.
+    """
+    last = transformer.transformer_blocks[-1]
+    for module in (last.attn.to_add_out, last.ff_context, last.attn.norm_added_q, last.attn.add_q_proj):
+        module.requires_grad_(False)
+    transformer.image_embedder.requires_grad_(False)
+    if not any(parameter.any() for parameter in transformer.context_embedder_2.parameters()):
+        transformer.context_embedder_2.requires_grad_(False)
+
+
+def guided_velocity(
+    model: nn.Module, latents: torch.Tensor, sigma: float, condition, negative, guidance_scale: float
+) -> torch.Tensor:
+    """Classifier-free guidance v = u + scale (c - u), conditional pass first; gradient flows through both.
+
+    Args:
+        model: a PackedVelocity (possibly sharded). latents: float32 [B, C, F, H, W]. sigma in [0, 1].
+        condition, negative: (text [1, L, D], byt5 [1, L2, D2]) tensors; negative may be None when scale is 1.
+    Returns: float32 [B, C, F, H, W].
+    """
+    timesteps = torch.tensor([timestep(sigma)], dtype=torch.float32, device=latents.device)
+    conditional = model(latents, timesteps, *condition)
+    if guidance_scale == 1.0:
+        return conditional
+    unconditional = model(latents, timesteps, *negative)
+    return unconditional + guidance_scale * (conditional - unconditional)
+
+
+def condition_tensors(condition: Condition, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A Condition as the pair of batch-1 tensors that `PackedVelocity` takes."""
+    return tuple(torch.from_numpy(np.array(part))[None].to(device) for part in (condition.text, condition.byt5))
+
+
+def load_velocity(folder: Path, dtype: torch.dtype, device: torch.device | str) -> PackedVelocity:
+    """The transformer of a pipeline directory with float32 master weights, for the learner.
+
+    Every parameter is cloned after loading: safetensors gives views at odd addresses, for which CPU kernels differ.
+    """
+    model = HunyuanVideo15Transformer3DModel.from_pretrained(Path(folder) / "transformer", torch_dtype=torch.float32)
+    align(model)
+    return PackedVelocity(model.to(device), dtype)
+
+
+def align(module: nn.Module) -> None:
+    """Give every parameter and buffer fresh, aligned storage."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.clone()
+
+
+def batched_vae(vae: nn.Module) -> nn.Module:
+    """Let diffusers' VAE take more than one video: its mid-block mask has no head axis and is built row by row."""
+
+    def causal_mask(n_frame, n_hw, dtype, device, batch_size=None):
+        frame = torch.arange(n_frame, device=device).repeat_interleave(n_hw)
+        mask = torch.zeros(len(frame), len(frame), dtype=dtype, device=device)
+        return mask.masked_fill_(frame[:, None] < frame[None, :], float("-inf"))[None, None]
+
+    for module in vae.modules():
+        if isinstance(module, HunyuanVideo15AttnBlock):
+            module.prepare_causal_attention_mask = causal_mask
+    return vae
+
+
+def scheduler_shift(folder: Path) -> float:
+    """Shift of the sigma grid that the checkpoint was made for; raises ValueError when the file lacks it."""
+    path = Path(folder) / "scheduler" / "scheduler_config.json"
+    shift = json.loads(path.read_text("utf-8")).get("shift")
+    if shift is None:
+        raise ValueError(f"{path}: key shift is missing, so sampling.shift must be given")
+    return float(shift)
+
+
+class HunyuanVideo:
+    """A whole pipeline directory: prompt encoders, transformer and VAE, as a rollout worker needs them."""
+
+    def __init__(self, pipeline: HunyuanVideo15Pipeline, dtype: torch.dtype, device: torch.device | str):
+        self.device = torch.device(device)
+        for module in (pipeline.transformer, pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2):
+            align(module)
+            module.to(self.device).eval().requires_grad_(False)
+        self.pipeline = pipeline
+        self.vae = batched_vae(pipeline.vae)
+        self.velocity = PackedVelocity(pipeline.transformer.to(dtype), dtype).requires_grad_(False)
+        self._conditions: dict[str, Condition] = {}
+
+    @staticmethod
+    def load(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> HunyuanVideo:
+        """Load a HunyuanVideo15Pipeline directory; encoders and VAE stay float32."""
+        pipeline = HunyuanVideo15Pipeline.from_pretrained(folder, torch_dtype=torch.float32)
+        return HunyuanVideo(pipeline, dtype, device)
+
+    def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(C, F, H, W) of one video's latents; raises ValueError when the size does not fit the VAE."""
+        spatial, temporal = self.vae.spatial_compression_ratio, self.vae.temporal_compression_ratio
+        for key, value in (("height", height), ("width", width)):
+            if value % spatial:
+                raise ValueError(f"sampling.{key}: {value} must be a multiple of {spatial}, the VAE's spatial ratio")
+        if (num_frames - 1) % temporal:
+            raise ValueError(f"sampling.num_frames: {num_frames} - 1 must be a multiple of {temporal} (VAE)")
+        channels = self.vae.config.latent_channels
+        return channels, (num_frames - 1) // temporal + 1, height // spatial, width // spatial
+
+    @torch.no_grad()
+    def encode_prompt(self, text: str) -> Condition:
+        """Encode one prompt once; later calls return the cached value. Padding is dropped."""
+        if text not in self._conditions:
+            embeds, mask, byt5, byt5_mask = self.pipeline.encode_prompt(
+                [text], device=self.device, dtype=torch.float32, batch_size=1
+            )
+            self._conditions[text] = Condition(
+                text=embeds[0][mask[0].bool()].cpu().numpy(), byt5=byt5[0][byt5_mask[0].bool()].cpu().numpy()
+            )
+        return self._conditions[text]
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents float32 [B, C, F, H, W] to frames uint8 [B, T, H, W, 3] on the CPU, rounded to nearest.
+
+        The VAE's scaling factor is divided out exactly once, here.
+        """
+        video = self.vae.decode(latents.to(self.vae.dtype) / self.vae.config.scaling_factor).sample
+        frames = ((video.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+        return frames.permute(0, 2, 3, 4, 1).contiguous().cpu()

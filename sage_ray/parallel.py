@@ -1,0 +1,76 @@
+"""FSDP2 over the learner's ranks: process group, mesh and sharding of the velocity model."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from sage_ray.models.hunyuan_video import PackedVelocity
+
+
+def start_process_group(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> None:
+    """Join the learner's process group: NCCL on GPUs, gloo on CPUs. Every collective is bounded by `timeout_s`."""
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"tcp://{address}:{port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def shard(model: PackedVelocity, world_size: int) -> PackedVelocity:
+    """Shard every block, then the rest, over `world_size` ranks; master weights stay float32.
+
+    Inputs are never cast by FSDP (the model casts what must be cast), so that timesteps and rotary tables stay
+    float32 and a sharded forward equals the rollout worker's plain one.
+    """
+    device = next(model.parameters()).device.type
+    mesh = init_device_mesh(device, (world_size,), mesh_dim_names=("dp",))
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if model.dtype == torch.float32 else model.dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    for block in model.transformer.transformer_blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    if not isinstance(model, FSDPModule):
+        raise TypeError(f"{type(model).__name__} is not an FSDPModule after fully_shard")
+    return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered weights. The root keeps them after a forward, and local shards written then would be ignored."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Name to local shard of every trainable parameter; the whole tensor in a plain module. Reshards first."""
+    reshard(model)
+    return {
+        name: parameter.to_local() if hasattr(parameter, "to_local") else parameter.data
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Sum a small tensor over the ranks in place; does nothing without a process group."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def max_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Largest value over the ranks, in place; does nothing without a process group."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values

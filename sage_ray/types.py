@@ -1,0 +1,98 @@
+"""Values that travel between rooms: requests, trajectories, scores. Plain data, numpy inside, no behaviour.
+
+Axes: P prompts, G group, K trained steps, S stored states, C latent channels, F latent frames, H, W.
+Arrays are numpy because Ray's object store shares numpy without a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+AXES = ("VQ", "MQ", "TA")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a prompt file."""
+
+    index: int
+    text: str
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Encoded prompt, valid tokens only (what the learner needs to replay, so it never loads a text encoder).
+
+    text: float32 [L, text_dim], valid tokens of the language model; byt5: float32 [L2, byt5_dim], L2 may be 0.
+    """
+
+    text: np.ndarray
+    byt5: np.ndarray
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """Asks a rollout worker for one group: the same prompt, `group_size` videos, at one policy version."""
+
+    step: int
+    group: int
+    prompt: Prompt
+    group_size: int
+    policy_version: int
+    seed: int
+    sigmas: tuple[float, ...]
+    sde_type: str
+    eta: float
+    sde_steps: tuple[int, ...]
+    evaluation: bool = False
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What the learner replays of one group.
+
+    latents: float32 [G, S, C, F, H, W], the stored states; states: int [S], their position on the sigma grid
+    (0 is pure noise); sde_steps: int [K], each step k goes from state k to k + 1; log_probs: float32 [G, K], the
+    rollout's own, per-dimension mean in nats; sigmas: float64 [N + 1], the grid the worker used.
+    """
+
+    step: int
+    group: int
+    prompt: Prompt
+    policy_version: int
+    sde_type: str
+    eta: float
+    sigmas: np.ndarray
+    sde_steps: np.ndarray
+    states: np.ndarray
+    latents: np.ndarray
+    log_probs: np.ndarray
+    condition: Condition
+    negative: Condition | None
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """What the controller reads of a finished group; small. Times in seconds."""
+
+    step: int
+    group: int
+    policy_version: int
+    weights_digest: str
+    sigmas: tuple[float, ...]
+    denoise_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of one group. axes: float64 [G, 3] (VQ, MQ, TA), nan where scoring failed; truth: [G, 3] or None;
+    matches: bool [G] or None; seconds: wall time of scoring."""
+
+    axes: np.ndarray
+    truth: np.ndarray | None
+    matches: np.ndarray | None
+    seconds: float
