@@ -61,8 +61,8 @@ def plan_layout(config: Config, num_gpus: float) -> Layout:
     need = counts[0] * config.rollout.gpus_per_group + counts[1] + counts[2]
     if need > num_gpus:
         raise ConfigError(
-            f"cluster.device: {counts[0]} rollout groups of {config.rollout.gpus_per_group}, {counts[1]} reward workers "
-            f"and {counts[2]} learner ranks need {need} GPUs, the cluster has {num_gpus:g}"
+            f"cluster.device: {counts[0]} rollout groups of {config.rollout.gpus_per_group}, "
+            f"{counts[1]} reward workers and {counts[2]} learner ranks need {need} GPUs, the cluster has {num_gpus:g}"
         )
     return Layout("cuda", config.rollout.gpus_per_group, 1, 1)
 

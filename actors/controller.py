@@ -14,7 +14,7 @@ import numpy as np
 import ray
 
 from actors.cluster import Layout, wait_until_ready
-from actors.pools import GroupRefs, LearnerGroup, Publication, RewardService, RolloutPool
+from actors.pools import GroupRefs, LearnerGroup, RewardService, RolloutPool
 from actors.wait import wait_all
 from sage_ray.advantage import Advantages, combine, group_advantages
 from sage_ray.config import Config
@@ -188,10 +188,14 @@ class Controller:
         for g, (refs, info, scores) in enumerate(zip(rollout.groups, rollout.infos, rollout.scores, strict=True)):
             reward = self.weighted(scores.axes)
             for sample in range(len(scores.axes)):
-                truth = {} if scores.truth is None else {
-                    "truth": float(self.weighted(scores.truth)[sample]),
-                    **{f"truth_{axis}": float(scores.truth[sample, k]) for k, axis in enumerate(AXES)},
-                }
+                truth = (
+                    {}
+                    if scores.truth is None
+                    else {
+                        "truth": float(self.weighted(scores.truth)[sample]),
+                        **{f"truth_{axis}": float(scores.truth[sample, k]) for k, axis in enumerate(AXES)},
+                    }
+                )
                 axes = {axis: _finite(scores.axes[sample, k]) for k, axis in enumerate(AXES)}
                 weighted = advantages.weights[g, sample] > 0
                 rows.append(

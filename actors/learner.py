@@ -69,8 +69,7 @@ class LearnerRank:
         batches = [[self._batch(fetched, g, advantages_PG, weights_PG) for g in groups] for groups in plan]
         per_update = len(weights_PG) // len(plan)
         pairs = [
-            float(weights_PG[u * per_update : (u + 1) * per_update].sum() * num_trained_steps)
-            for u in range(len(plan))
+            float(weights_PG[u * per_update : (u + 1) * per_update].sum() * num_trained_steps) for u in range(len(plan))
         ]
         metrics = self.update_rule.update(batches, pairs, self.world_size)
         if not all_finite(self.update_rule.model):

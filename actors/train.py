@@ -70,8 +70,10 @@ def train(run: CheckedRun) -> None:
         layout = plan_layout(config, ray.cluster_resources().get("GPU", 0))
         output.mkdir(parents=True, exist_ok=True)
         (output / "config.yaml").write_text(to_yaml(config), "utf-8")
-        progress.message(f"starting {config.rollout.num_workers} rollout, {config.reward.num_workers} reward and "
-                         f"{config.learner.num_ranks} learner actors on {layout.device}")
+        progress.message(
+            f"starting {config.rollout.num_workers} rollout, {config.reward.num_workers} reward and "
+            f"{config.learner.num_ranks} learner actors on {layout.device}"
+        )
         controller = Controller(config, layout, run.prompts, progress)
         controller.start()
         progress.message(f"ready after {time.monotonic() - start:.0f} s")
@@ -162,4 +164,3 @@ def _report(
         for label, video in (("before", old), ("after", new)):
             write_video(output / "videos" / f"{i:02d}_{label}.mp4", video, config.sampling.fps, scale)
     contact_sheet(output / "contact_sheet.png", rows)
-

@@ -32,7 +32,9 @@ def wait_some(
     deadline = time.monotonic() + timeout_s
     while True:
         left = deadline - time.monotonic()
-        done, pending = ray.wait(list(refs), num_returns=count, timeout=max(0.0, min(REPORT_S, left)), fetch_local=False)
+        done, pending = ray.wait(
+            list(refs), num_returns=count, timeout=max(0.0, min(REPORT_S, left)), fetch_local=False
+        )
         if len(done) >= count:
             return done, pending
         if left <= REPORT_S:

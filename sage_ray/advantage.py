@@ -47,6 +47,4 @@ def group_advantages(rewards_PG: np.ndarray, *, eps: float, clip: float, min_std
             continue
         values[p, valid] = np.clip((members - members.mean()) / (std + eps), -clip, clip)
         weights[p, valid] = 1.0
-    return Advantages(
-        values.astype(np.float32), weights.astype(np.float32), int((~finite).sum()), num_small, num_flat
-    )
+    return Advantages(values.astype(np.float32), weights.astype(np.float32), int((~finite).sum()), num_small, num_flat)

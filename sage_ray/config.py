@@ -117,8 +117,9 @@ class LossConfig:
     """Temporal gradient equalizer (eq. 9), official: use_grad_balancing."""
     cps_log_prob: str = "normalised"
     """cps log-prob: "normalised" is the Gaussian's, "published" drops normaliser and 1/(2 std^2)."""
-    max_disagreement: float = 0.01
-    """Largest allowed difference of rollout and learner log-prob, nats per dimension; above it the run stops."""
+    max_disagreement: float | None = None
+    """Largest allowed difference of rollout and learner log-prob, nats per dimension; above it the run stops. Null is
+    clip_range / 10 in float32; in bfloat16 the difference is logged and nothing stops."""
     num_updates: int = 1
     """Optimizer steps per iteration; groups are split evenly over them in order."""
 

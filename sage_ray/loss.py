@@ -39,5 +39,5 @@ def policy_loss(
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
     free, bound = -advantages * ratio, -advantages * clipped
     loss = torch.maximum(free, bound) * weights * scale
-    num_clipped = ((bound > free) & (weights > 0)).sum()
+    num_clipped = (bound > free).sum()
     return PolicyLoss(loss.sum(), ratio.detach(), num_clipped)

@@ -153,6 +153,8 @@ class PolicyUpdate:
         )
         position = {int(state): i for i, state in enumerate(t.states)}
         latents = torch.from_numpy(np.array(t.latents)).to(self.device)
+        # A video that left its group may be broken; its row still runs, so it must not spread NaN to the weights.
+        latents[torch.from_numpy(np.array(group.weights) == 0)] = 0.0
         log_probs = torch.from_numpy(np.array(t.log_probs)).to(self.device)
         return [
             Row(
@@ -228,7 +230,7 @@ class PolicyUpdate:
                 weights.sum(),
             ]
         )
-        delta = (old - row.rollout_log_prob).abs().max().reshape(1)
+        delta = torch.where(weights > 0, (old - row.rollout_log_prob).abs(), zero).max().reshape(1)
         return loss, sums, delta
 
     def _scale(self, row: Row) -> float:
@@ -239,11 +241,14 @@ class PolicyUpdate:
         return float(equalizer_scales(row.coefs.gradient_scale(published_cps=published))[row.step])
 
     def _check_agreement(self, disagreement: float) -> None:
-        if not disagreement <= self.loss.max_disagreement:
+        allowed = self.loss.max_disagreement
+        if allowed is None:
+            allowed = self.loss.clip_range / 10 if self.model.dtype == torch.float32 else math.inf
+        if not disagreement <= allowed:
             raise DisagreementError(
-                f"learner and rollout log-probs differ by {disagreement:.3g} nats per dimension, "
-                f"loss.max_disagreement is {self.loss.max_disagreement:g}; weights, conditions or sampling settings "
-                "of rollout and learner are not the same"
+                f"learner and rollout log-probs differ by {disagreement:.3g} nats per dimension, {allowed:.3g} is "
+                "allowed (loss.max_disagreement); weights, conditions or sampling settings of rollout and learner "
+                "are not the same"
             )
 
     def _step(self, loss: float) -> float:

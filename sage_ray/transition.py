@@ -63,7 +63,7 @@ def coefficients(
     """Coefficients of `sde_type` on a sigma grid (eq. 5, 6, 21 for sage; algorithm table for the others).
 
     Args:
-        sde_type: a key of RULES. sigmas: float64 [N + 1], strictly falling inside [0, 1]. eta: >= 0, scale of the noise.
+        sde_type: a key of RULES. sigmas: float64 [N + 1], strictly falling in [0, 1]. eta: >= 0, scale of noise.
         last_step: "ode" makes the step to sigma = 0 deterministic, "sde" lets the method decide.
         sde_steps: steps that may be stochastic, the others are ode; None allows all.
     Returns: Coefficients; a step whose variance is not positive is deterministic.

@@ -133,7 +133,9 @@ def _check(parameters: dict[str, nn.Parameter], parts: Sequence[WeightPart]) -> 
                 raise ValueError(f"weights: parameter {piece.name} was sent, the receiver has no such parameter")
             parameter = parameters[piece.name]
             if str(parameter.dtype).split(".")[1] != part.dtype:
-                raise ValueError(f"weights: {piece.name} was sent as {part.dtype}, the receiver holds {parameter.dtype}")
+                raise ValueError(
+                    f"weights: {piece.name} was sent as {part.dtype}, the receiver holds {parameter.dtype}"
+                )
             if any(o + n > size for o, n, size in zip(piece.offset, piece.shape, parameter.shape, strict=True)):
                 raise ValueError(f"weights: {piece.name} {piece.shape} at {piece.offset} exceeds {parameter.shape}")
             covered[piece.name] = covered.get(piece.name, 0) + int(np.prod(piece.shape))

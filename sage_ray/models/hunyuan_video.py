@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import nn
@@ -28,7 +28,7 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class PackedAttention:
     """Joint attention of video and text tokens with an optional key mask; diffusers' processor interface."""
 
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
+    def __call__(self, attn, hidden_states, encoder_hidden_states, attention_mask=None, image_rotary_emb=None):
         """hidden_states [B, S, D], encoder_hidden_states [B, L, D], attention_mask bool [B, L] (valid text) or None."""
         heads = attn.heads
 
@@ -162,7 +162,8 @@ def guided_velocity(
 
 def condition_tensors(condition: Condition, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
     """A Condition as the pair of batch-1 tensors that `PackedVelocity` takes."""
-    return tuple(torch.from_numpy(np.array(part))[None].to(device) for part in (condition.text, condition.byt5))
+    text, byt5 = (torch.from_numpy(np.array(part))[None].to(device) for part in (condition.text, condition.byt5))
+    return text, byt5
 
 
 def load_velocity(folder: Path, dtype: torch.dtype, device: torch.device | str) -> PackedVelocity:
@@ -181,7 +182,7 @@ def align(module: nn.Module) -> None:
         tensor.data = tensor.data.clone()
 
 
-def batched_vae(vae: nn.Module) -> nn.Module:
+def batched_vae(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
     """Let diffusers' VAE take more than one video: its mid-block mask has no head axis and is built row by row."""
 
     def causal_mask(n_frame, n_hw, dtype, device, batch_size=None):
@@ -213,7 +214,7 @@ class HunyuanVideo:
             align(module)
             module.to(self.device).eval().requires_grad_(False)
         self.pipeline = pipeline
-        self.vae = batched_vae(pipeline.vae)
+        self.vae: AutoencoderKLHunyuanVideo15 = batched_vae(pipeline.vae)
         self.velocity = PackedVelocity(pipeline.transformer.to(dtype), dtype).requires_grad_(False)
         self._conditions: dict[str, Condition] = {}
 

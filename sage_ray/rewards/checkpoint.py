@@ -124,7 +124,7 @@ def _check_config(file: Path, config: dict) -> None:
 
 
 def _check_positive(file: Path, key: str, value: object) -> None:
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ValueError(f"{file}: {key}={value!r} must be a finite number above 0")
 
 

@@ -43,8 +43,6 @@ def base_config(sizes: Sizes, tokenizer: Tokenizer) -> dict:
     ):
         if width % (heads * step):
             raise ValueError(f"{name}={width}/{heads}: must be a multiple of {step}")
-    rotary = sizes.hidden // sizes.heads // 2
-    sections = [rotary // 4, (rotary - rotary // 4 + 1) // 2, (rotary - rotary // 4) // 2]
     token = {f"{name}_token_id": tokenizer.token_to_id(f"<|{name}|>") for name in ("vision_start", "vision_end")}
     token |= {f"{name}_token_id": tokenizer.token_to_id(f"<|{name}_pad|>") for name in ("image", "video")}
     return {
@@ -62,21 +60,32 @@ def base_config(sizes: Sizes, tokenizer: Tokenizer) -> dict:
         "num_key_value_heads": sizes.kv_heads,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
-        "rope_scaling": {"type": "mrope", "mrope_section": sections},
+        "rope_scaling": {"type": "mrope", "mrope_section": _rotary_sections(sizes)},
         "tie_word_embeddings": True,
         "use_sliding_window": False,
-        "vision_config": {
-            "depth": sizes.vision_depth,
-            "embed_dim": sizes.vision_dim,
-            "hidden_size": sizes.hidden,
-            "in_chans": 3,
-            "mlp_ratio": sizes.vision_mlp_ratio,
-            "num_heads": sizes.vision_heads,
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-        },
+        "vision_config": _vision_config(sizes),
         "vocab_size": tokenizer.get_vocab_size(with_added_tokens=True),
+    }
+
+
+def _rotary_sections(sizes: Sizes) -> list[int]:
+    """Whole sections are asked for by the format; VideoAlign's 1-D positions make them equal."""
+    rotary = sizes.hidden // sizes.heads // 2
+    rest = rotary - rotary // 4
+    return [rotary // 4, (rest + 1) // 2, rest // 2]
+
+
+def _vision_config(sizes: Sizes) -> dict:
+    return {
+        "depth": sizes.vision_depth,
+        "embed_dim": sizes.vision_dim,
+        "hidden_size": sizes.hidden,
+        "in_chans": 3,
+        "mlp_ratio": sizes.vision_mlp_ratio,
+        "num_heads": sizes.vision_heads,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
     }
 
 

@@ -39,12 +39,13 @@ class RewardNetwork(nn.Module):
         super().__init__()
         config = Qwen2VLConfig.from_dict(base_config)
         config._attn_implementation = "sdpa"
-        config.text_config.vocab_size = rows
+        text = config.get_text_config()
+        text.vocab_size = rows
         self.prefix = PEFT_PREFIX if lora["lora_enable"] else ""
         self.rotary_dtype = torch.float32
         with torch.device("meta"):
             self.backbone = Qwen2VLModel(config)
-            self.rm_head = nn.Linear(config.text_config.hidden_size, output_dim, bias=False)
+            self.rm_head = nn.Linear(text.hidden_size, output_dim, bias=False)
             if lora["lora_enable"]:
                 adapter = LoraConfig(r=lora["lora_r"], lora_alpha=lora["lora_alpha"], target_modules=LORA_TARGETS)
                 inject_adapter_in_model(adapter, self.backbone)

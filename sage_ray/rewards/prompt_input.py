@@ -53,10 +53,11 @@ class PromptEncoder:
         if prompt not in self._cache:
             if not isinstance(prompt, str):
                 raise ValueError(f"prompt {prompt!r}: must be a text, is {type(prompt).__name__}")
-            held = [content for content in self.special if content in prompt]
-            ids, positions = self._behind_video(prompt)
-            if held or self._count_special(ids) != self.num_special:
+            if held := [content for content in self.special if content in prompt]:
                 raise ValueError(f"prompt {prompt!r}: must not hold a special token, holds {held}")
+            ids, positions = self._behind_video(prompt)
+            if self._count_special(ids) != self.num_special:
+                raise ValueError(f"prompt {prompt!r}: must not form a special token with the template around it")
             if len(self._cache) >= MAX_CACHED:
                 self._cache.clear()
             self._cache[prompt] = ids, positions

@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer in the layout of VideoAlign's own: Qwen2-VL's special tokens and three for reward."""
+"""A small byte-level BPE tokenizer in the layout of VideoAlign's: Qwen2-VL's special tokens and three for reward."""
 
 from __future__ import annotations
 

@@ -18,13 +18,11 @@ from sage_ray.rewards.checkpoint import RewardFolder, open_folder
 from sage_ray.rewards.network import Inputs, RewardNetwork
 from sage_ray.rewards.prompt_input import PromptEncoder
 from sage_ray.rewards.video_input import FACTOR, PATCH, ClipRules, check_clip, clip_patches
-from sage_ray.rewards.weight_files import read_tensors
+from sage_ray.rewards.weight_files import DTYPES, read_tensors
 from sage_ray.types import AXES
 
 MAX_BATCH = 32
 """Clips of one forward in `score`."""
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 Clip = np.ndarray | torch.Tensor
 
@@ -46,9 +44,7 @@ class VideoAlign(nn.Module):
         open_folder(Path(folder))
 
     @staticmethod
-    def load(
-        folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-    ) -> VideoAlign:
+    def load(folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> VideoAlign:
         """Load strictly: no missing or unexpected key, every shape equal, lm_head equal to the embedding.
 
         Args: dtype: of weights and computation; None takes the checkpoint's.

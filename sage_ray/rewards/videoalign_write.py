@@ -12,9 +12,8 @@ from tokenizers import Tokenizer
 
 from sage_ray.rewards.checkpoint import LORA_EXCLUDED, open_folder
 from sage_ray.rewards.reward_tokenizer import save_tokenizer
+from sage_ray.rewards.weight_files import DTYPES
 from sage_ray.types import AXES
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -83,11 +82,11 @@ def write_checkpoint(
     tokenizer: Tokenizer,
     prompt_template: str,
 ) -> None:
-    """Write a folder that `VideoAlign.load` reads; files of an earlier write are replaced.
+    """Write a folder that `VideoAlign.load` reads; files of the same name are replaced.
 
     Args: state: all parameters under official keys, lm_head included (`random_state`, `VideoAlign.official_state`).
         base_config: the base model's config.json. prompt_template: with {text_prompt} and the three reward tokens.
-    Raises: ValueError when the written folder does not pass `VideoAlign.check`.
+    Raises: ValueError when the written folder does not pass `VideoAlign.check`, or holds weights that go before these.
     """
     folder = Path(folder)
     checkpoint = folder / f"checkpoint-{settings.step}"
@@ -101,4 +100,8 @@ def write_checkpoint(
         torch.save(tensors, checkpoint / settings.weights_file)
     else:
         save_file(tensors, checkpoint / settings.weights_file, metadata={"format": "pt"})
-    open_folder(folder)
+    found = open_folder(folder).weights
+    if found != (checkpoint / settings.weights_file,):
+        raise ValueError(
+            f"{folder}: {found[0]} was there before and would be loaded instead of {settings.weights_file}"
+        )

@@ -25,7 +25,7 @@ def vision_features(visual: nn.Module, flat: torch.Tensor, grid: Grid, rotary_dt
     _, height, width = grid
     hidden = functional.linear(flat, visual.patch_embed.proj.weight.flatten(1)).unflatten(0, (-1, height * width))
     cos, sin = rotary_tables(visual, height, width, rotary_dtype)
-    for block in visual.blocks:
+    for block in visual.get_submodule("blocks").children():
         attn = block.attn
         query, key, value = attn.qkv(block.norm1(hidden)).unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
         query, key = (rotate(x, cos, sin) for x in (query, key))
@@ -35,9 +35,7 @@ def vision_features(visual: nn.Module, flat: torch.Tensor, grid: Grid, rotary_dt
     return visual.merger(hidden.flatten(0, 1))
 
 
-def rotary_tables(
-    visual: nn.Module, height: int, width: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_tables(visual: nn.Module, height: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, float32 [h * w, head_dim] in merge order; every step before the last is rounded to `dtype`."""
     attn = visual.blocks[0].attn
     device = attn.proj.weight.device

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import pickle
 import struct
 import zipfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+"""model_config.torch_dtype -> dtype."""
 
 
 def check_weight_file(file: Path) -> None:
@@ -78,7 +82,10 @@ def read_tensors(files: tuple[Path, ...]) -> dict[str, torch.Tensor]:
 def _read(file: Path) -> dict[str, torch.Tensor]:
     if file.suffix == ".safetensors":
         return load_file(file)
-    tensors = torch.load(file, "cpu", weights_only=True, mmap=True)
+    try:
+        tensors = torch.load(file, "cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{file}: must hold tensors only, loading it as weights failed") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise ValueError(f"{file}: must hold a dictionary of tensors")
     return tensors

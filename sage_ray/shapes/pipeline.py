@@ -80,7 +80,7 @@ def build_pipeline(sizes: Sizes, seed: int = 0) -> HunyuanVideo15Pipeline:
         scaling_factor=1.0,
     )
     with torch.no_grad():  # a narrow posterior: wide ones make the decoder ignore the latents
-        vae.encoder.conv_out.conv.bias[sizes.latent_channels :] = -5.0
+        vae.encoder.conv_out.conv.get_parameter("bias")[sizes.latent_channels :] = -5.0
     return HunyuanVideo15Pipeline(
         text_encoder=_text_encoder(tokenizer, sizes.text_dim),
         tokenizer=tokenizer,

@@ -212,8 +212,10 @@ def report(model: HunyuanVideo, shift: float, generator: torch.Generator) -> lis
     truth_out = judge(model.decode(latents * scale).to(video.device), prompts)
     for name in ("vq", "mq", "ta"):
         a, b = getattr(truth_in, name), getattr(truth_out, name)
-        print(f"vae: truth {name} rendered {a.mean():.3f} decoded {b.mean():.3f} correlation "
-              f"{torch.corrcoef(torch.stack([a, b]))[0, 1]:.3f}")
+        print(
+            f"vae: truth {name} rendered {a.mean():.3f} decoded {b.mean():.3f} correlation "
+            f"{torch.corrcoef(torch.stack([a, b]))[0, 1]:.3f}"
+        )
     for title, held_out in (("training", False), ("held-out", True)):
         chosen = [spec for spec in SPECS if is_held_out(spec) == held_out][::11][:48]
         scores, found = [], []
@@ -225,13 +227,16 @@ def report(model: HunyuanVideo, shift: float, generator: torch.Generator) -> lis
             found.append(truth.attributes)
             shown.append((caption(spec), frames[0]))
         table, attributes = torch.cat(scores), torch.cat(found).mean(0)
-        print(f"{title} samples: vq mq ta match {table.mean(0).tolist()} std {table.std(0).tolist()} "
-              f"attributes {attributes.tolist()}", flush=True)
+        print(
+            f"{title} samples: vq mq ta match {table.mean(0).tolist()} std {table.std(0).tolist()} "
+            f"attributes {attributes.tolist()}",
+            flush=True,
+        )
     return shown
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--vae", type=Path, help="folder of a trained VAE to go on from")

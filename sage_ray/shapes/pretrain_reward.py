@@ -138,13 +138,15 @@ def report(model: VideoAlign, title: str, frames: torch.Tensor, prompts: list[st
     """Print the rank correlation of every axis with truth; returns the raw scores."""
     scores = raw_scores(model, frames, prompts)
     found = rank_correlation(scores, targets(frames, prompts))
-    print(f"{title}: rank correlation VQ {found[0]:.3f} MQ {found[1]:.3f} TA {found[2]:.3f} over {len(frames)} clips",
-          flush=True)
+    print(
+        f"{title}: rank correlation VQ {found[0]:.3f} MQ {found[1]:.3f} TA {found[2]:.3f} over {len(frames)} clips",
+        flush=True,
+    )
     return scores
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--policy", type=Path, help="pipeline directory whose VAE and samples are trained on")
     parser.add_argument("--vae", type=Path, help="VAE folder, when there is no policy yet")

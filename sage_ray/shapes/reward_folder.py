@@ -16,9 +16,7 @@ TEMPLATE = (
     "\nJudge this video.\nVisual quality: <|VQ_reward|>\nMotion quality: <|MQ_reward|>\n"
     "Textual prompt - {text_prompt}\nText alignment: <|TA_reward|>\n"
 )
-SIZES = Sizes(
-    hidden=80, layers=3, heads=5, kv_heads=5, intermediate=160, vision_dim=32, vision_depth=1, vision_heads=2
-)
+SIZES = Sizes(hidden=80, layers=3, heads=5, kv_heads=5, intermediate=160, vision_dim=32, vision_depth=1, vision_heads=2)
 LORA_R, LORA_ALPHA = 8, 16
 
 
@@ -35,9 +33,7 @@ def write_reward(folder: Path, state: dict[str, torch.Tensor] | None, constants:
     settings = CheckpointSettings(
         lora_r=LORA_R, lora_alpha=LORA_ALPHA, torch_dtype="bfloat16", inference_config=constants
     )
-    write_checkpoint(
-        folder, state, settings=settings, base_config=base, tokenizer=tokenizer, prompt_template=TEMPLATE
-    )
+    write_checkpoint(folder, state, settings=settings, base_config=base, tokenizer=tokenizer, prompt_template=TEMPLATE)
 
 
 def new_model(folder: Path, device: str, seed: int) -> VideoAlign:

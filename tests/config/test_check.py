@@ -131,8 +131,8 @@ def test_every_number_must_be_finite(value):
         (
             ["batch_size=4"],
             (
-                "data.num_prompts=4: with data.batch_size=4: exactly one of data.num_prompts and data.batch_size must be "
-                "set"
+                "data.num_prompts=4: with data.batch_size=4: exactly one of data.num_prompts and data.batch_size must "
+                "be set"
             ),
         ),
         (

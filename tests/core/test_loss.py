@@ -44,13 +44,13 @@ def test_weight_and_scale_multiply_value_and_gradient():
 
 
 def test_rows_are_summed_and_counted():
-    ratios = double(1.5, 0.5, 1.0, 1.5)
+    ratios = double(1.5, 0.5, 1.0, 1.5).requires_grad_()
     result = policy_loss(
         ratios.log(), torch.zeros(4).double(), double(1, -1, 2, 1), double(1, 1, 1, 0), clip_range=0.2, scale=2.0
     )
     # 2 * (-1.2 + 0.8 - 2): the fourth row has no weight and is not counted as clipped.
     assert result.sum.item() == pytest.approx(-4.8, rel=1e-12) and int(result.num_clipped) == 2
-    torch.testing.assert_close(result.ratio[:3], ratios[:3])
+    torch.testing.assert_close(result.ratio[:3], ratios[:3].detach())
     assert result.sum.shape == () and not result.ratio.requires_grad
 
 

@@ -96,6 +96,15 @@ def test_the_feedback_mean_covers_ten_values():
     assert after_warmup(0.0).tick(1.4e-4) == pytest.approx(1e-5, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("kl", "factor"), [(1.52e-5, 0.9), (1.48e-5, 1.0), (1.0e-5, 1.0), (0.52e-5, 1.0), (0.48e-5, 1.1)]
+)
+def test_the_dead_zone_ends_at_half_and_one_and_a_half_times_the_target(kl, factor):
+    made = after_warmup(kl)
+    made.value = 5e-6
+    assert made.tick(kl) == pytest.approx(5e-6 * factor, rel=1e-12)
+
+
 def test_fixed_schedule_of_figure_7():
     made = controller(start=1e-5, smallest=1e-5)
     assert {round(made.tick(kl), 15) for kl in [0.0, 1.0] * 100} == {1e-5}
@@ -106,7 +115,7 @@ def test_direction_must_be_known():
         controller("up")
 
 
-@given(st.lists(st.floats(0, 5e-5), min_size=1, max_size=60), st.integers(0, 60), st.sampled_from(["paper", "ppo"]))
+@given(st.lists(st.floats(0, 5e-5), min_size=35, max_size=60), st.integers(0, 35), st.sampled_from(["paper", "ppo"]))
 def test_a_resumed_controller_goes_on_as_if_nothing_happened(kls, cut, direction):
     straight, first = (controller(direction, warmup_steps=20) for _ in range(2))
     expected = [straight.tick(kl) for kl in kls]

@@ -1,0 +1,145 @@
+"""launch.py as a user runs it: the whole ring on real Ray, and every kind of bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sage_ray.metrics import read_metrics
+from sage_ray.rollout_log import read_rollouts
+from tests.small import ROOT
+
+pytestmark = pytest.mark.cluster
+SMALL = ("data.num_prompts=3", "data.group_size=4", "num_iterations=1", "rollout.num_workers=1", "sampling.num_steps=5")
+
+
+def launch(*arguments: str, timeout_s: float = 280.0) -> subprocess.CompletedProcess:
+    """Run launch.py in the repository's root."""
+    return subprocess.run(
+        [sys.executable, "launch.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize("sde_type", ["dance_grpo", "flow_grpo", "cps"])
+def test_the_ring_finishes_with_each_method(tmp_path: Path, sde_type: str) -> None:
+    output = tmp_path / "run"
+    done = launch("train", f"output_dir={output}", f"sde_type={sde_type}", "evaluation.num_prompts=0", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert len(read_rollouts(output / "rollouts")) == 12
+    assert read_metrics(output / "metrics.jsonl")[-1]["agreement/max_abs"] == 0.0
+
+
+def test_the_whole_ring_writes_everything(tmp_path: Path) -> None:
+    """sage, two learner ranks, two iterations, evaluation before and after."""
+    output = tmp_path / "run"
+    done = launch(
+        "train",
+        f"output_dir={output}",
+        *SMALL,
+        "num_iterations=2",
+        "learner.num_ranks=2",
+        "evaluation.num_prompts=2",
+        "evaluation.videos_per_prompt=2",
+        "evaluation.num_steps=4",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "held_out" in done.stdout and "interval" in done.stdout
+    rows = read_metrics(output / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[2]["policy_version"] == 2
+    for name in ("reward/total", "truth/total", "phase/rollout_s", "evaluation/held_out/truth/total"):
+        assert rows[2][name] is not None
+    rollouts = read_rollouts(output / "rollouts")
+    assert len(rollouts) == 24 and {row.policy_version for row in rollouts} == {0, 1}
+    assert len({(row.iteration, row.prompt) for row in rollouts}) == 6
+    checkpoint = output / "checkpoints" / "version_000002"
+    assert json.loads((checkpoint / "trainer.json").read_text())["policy_version"] == 2
+    assert (checkpoint / "transformer" / "diffusion_pytorch_model.safetensors").stat().st_size > 10_000_000
+    for name in ("config.yaml", "reward_curve.png", "contact_sheet.png", "videos/00_before.mp4", "videos/00_after.mp4"):
+        assert (output / name).stat().st_size > 0, name
+    again = launch("train", f"output_dir={output}", *SMALL)
+    assert again.returncode == 2 and "holds another run" in again.stderr
+
+
+def copied(tmp_path: Path, name: str) -> Path:
+    """A copy of one of the shipped folders that a test may break."""
+    target = tmp_path / Path(name).name
+    shutil.copytree(ROOT / "assets" / "shapes" / name, target)
+    return target
+
+
+def no_template(tmp_path: Path) -> list[str]:
+    folder = copied(tmp_path, "reward/VideoReward")
+    (folder / "prompt_template.txt").unlink()
+    return [f"reward.path={folder}"]
+
+
+def half_written_weights(tmp_path: Path) -> list[str]:
+    folder = copied(tmp_path, "policy")
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    return [f"model.path={folder}"]
+
+
+def half_written_reward(tmp_path: Path) -> list[str]:
+    folder = copied(tmp_path, "reward/VideoReward")
+    file = folder / "checkpoint-1" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    return [f"reward.path={folder}"]
+
+
+def empty_prompts(tmp_path: Path) -> list[str]:
+    (tmp_path / "none.txt").write_text("\n\n")
+    return [f"data.prompts=[{tmp_path / 'none.txt'}]"]
+
+
+def latin_prompts(tmp_path: Path) -> list[str]:
+    (tmp_path / "latin.txt").write_bytes("a caf\xe9".encode("latin-1"))
+    return [f"data.prompts=[{tmp_path / 'latin.txt'}]"]
+
+
+def foreign_prompts(tmp_path: Path) -> list[str]:
+    (tmp_path / "foreign.txt").write_text("\n".join(f"a dog number {i}" for i in range(20)))
+    return [f"data.prompts=[{tmp_path / 'foreign.txt'}]"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["sampling.num_step=8"], ["sampling.num_step", "sampling.num_steps"]),
+        (["learning_rat=1"], ["learning_rat", "learning_rate"]),
+        (["num_iterations=many"], ["num_iterations", "many"]),
+        (["data.num_prompts=null", "batch_size=3", "num_generations=4"], ["num_generations", "batch_size", "3", "4"]),
+        (["rollout.sp_size=3", "rollout.gpus_per_group=4"], ["rollout.sp_size", "3", "4"]),
+        (["sde_type=ode"], ["sde_type", "ode"]),
+        (["model.path=/nowhere/at/all"], ["model.path", "/nowhere/at/all"]),
+        (no_template, ["prompt_template.txt", "missing"]),
+        (half_written_weights, ["diffusion_pytorch_model.safetensors"]),
+        (half_written_reward, ["model.safetensors"]),
+        (empty_prompts, ["none.txt"]),
+        (latin_prompts, ["latin.txt", "UTF-8"]),
+        (foreign_prompts, ["a dog number"]),
+        (["data.num_prompts=5000"], ["data.num_prompts", "5000"]),
+    ],
+)
+def test_bad_input_is_one_error_with_exit_code_two(tmp_path: Path, overrides, words: list[str]) -> None:
+    output = tmp_path / "run"
+    arguments = overrides(tmp_path) if callable(overrides) else overrides
+    done = launch("train", f"output_dir={output}", *arguments, timeout_s=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "Traceback" not in done.stderr
+    for word in words:
+        assert word in errors[0], errors[0]
+    assert not output.exists()

@@ -1,0 +1,149 @@
+"""Rollout workers and FSDP2 ranks as real Ray actors against one plain process."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from actors.cluster import Layout, start_actor
+from actors.pools import LearnerGroup, RolloutPool
+from actors.rollout_worker import RolloutWorker
+from sage_ray.models.hunyuan_video import load_velocity
+from sage_ray.parallel import local_shards
+from sage_ray.policy_update import GroupBatch, PolicyUpdate
+from sage_ray.schedule import sigma_grid
+from sage_ray.types import GroupRequest, Prompt
+from sage_ray.weights import unpack
+from tests.conftest import POLICY
+from tests.small import small_config
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+CPU = Layout("cpu", 0, 0, 0)
+PROMPTS = (
+    "a small red circle moves left slowly on a gray background",
+    "a large blue square moves up quickly on a black background",
+)
+STEPS = (0, 1)
+
+
+def requests(group_size: int = 4, version: int = 0) -> list[GroupRequest]:
+    return [
+        GroupRequest(
+            step=3,
+            group=group,
+            prompt=Prompt(group, PROMPTS[group % 2]),
+            group_size=group_size,
+            policy_version=version,
+            seed=11,
+            sigmas=tuple(map(float, sigma_grid(5, 3.0))),
+            sde_type="sage_grpo",
+            eta=0.5,
+            sde_steps=STEPS,
+        )
+        for group in range(3)
+    ]
+
+
+@pytest.fixture
+def config(tmp_path):
+    kl = ["kl.mode=dual_moving", "kl.coef=0.1", "kl.weight=0.1"]
+    return small_config(tmp_path, [*kl, "optimizer.learning_rate=1e-4"])
+
+
+def advantages(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Three groups of four; the second group has lost a member."""
+    weights = np.ones((3, 4), np.float32)
+    weights[1, 2] = 0
+    return np.random.default_rng(seed).standard_normal((3, 4)).astype(np.float32) * weights, weights
+
+
+@pytest.fixture
+def pool(config):
+    made = RolloutPool(config, CPU)
+    yield made
+    for worker in made.workers:
+        ray.kill(worker)
+
+
+def make_learner(config, num_ranks: int) -> LearnerGroup:
+    config = dataclasses.replace(config, learner=dataclasses.replace(config.learner, num_ranks=num_ranks))
+    learner = LearnerGroup(config, CPU)
+    learner.setup()
+    return learner
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_equal_one_plain_process(config, pool, num_ranks: int) -> None:
+    """Two iterations; three groups, so that two ranks hold unequal shares. Agreement through the object store is
+    bitwise on the first iteration."""
+    learner = make_learner(config, num_ranks)
+    pool.load_weights(learner.publish(0))
+    groups = sorted(pool.generate(requests()), key=lambda g: g.request.group)
+    plain = PolicyUpdate(load_velocity(POLICY, torch.float32, "cpu"), config.loss, config.kl, config.optimizer, 1.0)
+    start = {name: shard.clone() for name, shard in local_shards(plain.model).items()}
+    values, weights = advantages()
+    trajectories = ray.get([g.trajectory for g in groups])
+    batches = [GroupBatch(t, a, w) for t, a, w in zip(trajectories, values, weights, strict=True)]
+    sharded = learner.update([g.trajectory for g in groups], values, weights, len(STEPS))
+    alone = plain.update([batches], [float(weights.sum() * len(STEPS))])
+    assert sharded["agreement/max_abs"] == alone["agreement/max_abs"] == 0.0
+    assert sharded["learner/grad_norm"] == pytest.approx(alone["learner/grad_norm"], rel=1e-5)
+    publication = learner.publish(1)
+    received = load_velocity(POLICY, torch.float32, "cpu")
+    unpack(received, ray.get(list(publication.parts)))
+    moved = apart = 0.0
+    for name, shard in local_shards(received).items():
+        moved += float((local_shards(plain.model)[name] - start[name]).square().sum())
+        apart += float((local_shards(plain.model)[name] - shard).square().sum())
+    assert moved > 0
+    assert (apart / moved) ** 0.5 <= 1e-3
+    assert apart**0.5 <= 1e-6
+    for rank in learner.ranks:
+        ray.kill(rank)
+
+
+def test_a_worker_without_weights_or_with_others_refuses(config, pool) -> None:
+    worker = pool.workers[0]
+    with pytest.raises(ray.exceptions.RayTaskError, match="this worker holds -1"):
+        ray.get(worker.generate.remote(requests()[0]), timeout=120)
+    learner = make_learner(config, 1)
+    pool.load_weights(learner.publish(0))
+    with pytest.raises(ray.exceptions.RayTaskError, match="version 1 was asked for, this worker holds 0"):
+        ray.get(worker.generate.remote(requests(version=1)[0]), timeout=120)
+    ray.kill(learner.ranks[0])
+
+
+def test_the_next_rollout_reports_the_learners_digest(config, pool) -> None:
+    learner = make_learner(config, 1)
+    first = learner.publish(0)
+    pool.load_weights(first)
+    groups = sorted(pool.generate(requests()), key=lambda g: g.request.group)
+    values, weights = advantages()
+    learner.update([g.trajectory for g in groups], values, weights, len(STEPS))
+    second = learner.publish(1)
+    assert second.digest != first.digest
+    pool.load_weights(second)
+    again = list(pool.generate(requests(version=1)))
+    assert {info.weights_digest for info in ray.get([g.info for g in again])} == {second.digest}
+    ray.kill(learner.ranks[0])
+
+
+def test_the_same_group_is_the_same_on_any_worker(config, pool) -> None:
+    """Noise is keyed by (seed, step, group, sample, sde step), so re-assignment changes nothing."""
+    learner = make_learner(config, 1)
+    publication = learner.publish(0)
+    other = start_actor(RolloutWorker, "other", 0, config, "cpu")
+    for worker in (pool.workers[0], other):
+        ray.get(worker.load_weights.remote(0, publication.digest, *publication.parts), timeout=120)
+    request = requests()[2]
+    results = [ray.get(w.generate.remote(request), timeout=120) for w in (pool.workers[0], other)]
+    assert np.array_equal(results[0][0].latents, results[1][0].latents)
+    assert np.array_equal(results[0][0].log_probs, results[1][0].log_probs)
+    assert np.array_equal(results[0][1], results[1][1])
+    assert len({row.tobytes() for row in results[0][0].latents[:, 0]}) == 4
+    ray.kill(other)
+    ray.kill(learner.ranks[0])

@@ -1,0 +1,28 @@
+"""Waits are bounded and say what they wait for."""
+
+import time
+
+import pytest
+import ray
+
+from actors.wait import WaitTimeoutError, wait_all, wait_some
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
+
+
+@ray.remote(num_cpus=0)
+def sleeper(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def test_values_come_in_order() -> None:
+    assert wait_all([sleeper.remote(0.2), sleeper.remote(0.0)], "two sleepers", 60) == [0.2, 0.0]
+
+
+def test_a_wait_ends_and_names_need_and_have() -> None:
+    refs = [sleeper.remote(0.0), sleeper.remote(30.0)]
+    ray.get(refs[0])
+    with pytest.raises(WaitTimeoutError, match="waited 1 s for two sleepers: 1 of 2 done"):
+        wait_some(refs, 2, "two sleepers", 1.0)
+    ray.cancel(refs[1], force=True)

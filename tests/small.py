@@ -1,0 +1,32 @@
+"""A small configuration over the shipped checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sage_ray.config import Config
+from sage_ray.config_load import load_config
+
+ROOT = Path(__file__).parents[1]
+
+
+def small_config(tmp_path: Path, overrides: Sequence[str] = ()) -> Config:
+    """configs/shapes_cpu.yaml with absolute paths, four prompts of four videos, no evaluation."""
+    shapes = ROOT / "assets" / "shapes"
+    return load_config(
+        [ROOT / "configs" / "shapes_cpu.yaml"],
+        [
+            f"output_dir={tmp_path / 'run'}",
+            f"model.path={shapes / 'policy'}",
+            f"reward.path={shapes / 'reward' / 'VideoReward'}",
+            f"data.prompts=[{shapes / 'prompts_train.txt'}]",
+            f"data.held_out_prompts=[{shapes / 'prompts_held_out.txt'}]",
+            "num_iterations=1",
+            "data.num_prompts=4",
+            "data.group_size=4",
+            "evaluation.num_prompts=0",
+            "rollout.num_workers=1",
+            *overrides,
+        ],
+    )
