@@ -21,13 +21,14 @@ def main(arguments: list[str]) -> int:
     train = commands.add_parser(
         "train",
         help="train on an embedded Ray, or on the cluster that RAY_ADDRESS names",
-        description="Align a policy. Without --config it runs the small world on this machine.",
+        usage="launch.py train [-h] [--config FILE] [key=value ...]",
+        description="Align a policy. Without --config it runs the small world on this machine. Every setting of "
+        "sage_ray/config.py is a dotted key; official flag names are accepted too, also as --flag value.",
     )
     train.add_argument("--config", type=Path, action="append", help="YAML file; may be given several times")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="settings, official flag names included")
-    parsed, unknown = parser.parse_known_args(arguments)
+    parsed, overrides = parser.parse_known_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    return run_train(parsed.config or [DEFAULT_CONFIG], [*parsed.overrides, *unknown])
+    return run_train(parsed.config or [DEFAULT_CONFIG], overrides)
 
 
 def run_train(files: list[Path], overrides: list[str]) -> int:
@@ -44,6 +45,9 @@ def run_train(files: list[Path], overrides: list[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped: interrupted", file=sys.stderr)
+        return 130
     except RunStoppedError as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1

@@ -20,13 +20,14 @@ from sage_ray.advantage import Advantages, combine, group_advantages
 from sage_ray.config import Config
 from sage_ray.config_check import num_prompts
 from sage_ray.data.prompts import PromptCursor
+from sage_ray.iteration_record import iteration_metrics, rollout_rows
 from sage_ray.metrics import MetricsWriter
 from sage_ray.models.hunyuan_video import scheduler_shift
 from sage_ray.progress import Progress
-from sage_ray.rollout_log import RolloutLog, RolloutRow
+from sage_ray.rollout_log import RolloutLog
 from sage_ray.schedule import sigma_grid
 from sage_ray.transition import coefficients
-from sage_ray.types import AXES, GroupInfo, GroupRequest, Prompt, Scores
+from sage_ray.types import GroupInfo, GroupRequest, Prompt, Scores
 
 HELD_OUT_GROUP = 1_000_000
 """Group numbers of held-out evaluation prompts start here, so that their noise differs from the training set's."""
@@ -76,6 +77,7 @@ class Controller:
         self.rollouts = RolloutPool(config, layout)
         self.rewards = RewardService(config, layout)
         self.learner = LearnerGroup(config, layout)
+        self.axis_weights = (config.reward.weight_vq, config.reward.weight_mq, config.reward.weight_ta)
         self.version, self.checkpoint = 0, ""
 
     def start(self) -> None:
@@ -117,8 +119,9 @@ class Controller:
         with self._phase("publish", times):
             publication = self.learner.publish(self.version)
             self.rollouts.load_weights(publication)
-        self._log(iteration, rollout, advantages)
-        return metrics | times | self._summary(rollout, advantages)
+        record = rollout.scores, rollout.infos, advantages, self.axis_weights
+        self.rollout_log.write(iteration + 1, rollout_rows(iteration + 1, prompts, *record))
+        return metrics | times | iteration_metrics(*record)
 
     def _phase(self, name: str, times: dict[str, float]):
         return _Timed(self.progress.phase(name), lambda seconds: times.__setitem__(f"phase/{name}_s", seconds))
@@ -150,72 +153,17 @@ class Controller:
         for info in infos:
             if info.policy_version != self.version or info.sigmas != tuple(requests[0].sigmas):
                 raise RuntimeError(f"group {info.group}: made with version {info.policy_version} or another grid")
-        values = wait_all([scores[g] for g in order], f"scores of {len(order)} groups", timeout_s)
+        values = self.rewards.collect([scores[g] for g in order], requests[0].group_size)
         return Rollout([groups[g] for g in order], infos, values)
 
     def weighted(self, axes: np.ndarray) -> np.ndarray:
         """Weighted sum of axes [..., 3] (eq. 33); nan where one is not finite."""
-        reward = self.config.reward
-        return combine(axes, (reward.weight_vq, reward.weight_mq, reward.weight_ta))
+        return combine(axes, self.axis_weights)
 
     def _advantages(self, scores: Sequence[Scores]) -> Advantages:
         settings = self.config.advantage
         rewards = self.weighted(np.stack([s.axes for s in scores]))
         return group_advantages(rewards, eps=settings.eps, clip=settings.clip, min_std=settings.min_std)
-
-    def _summary(self, rollout: Rollout, advantages: Advantages) -> dict[str, float]:
-        axes = np.stack([s.axes for s in rollout.scores])
-        reward = self.weighted(axes)
-        summary = {
-            "reward/total": float(np.nanmean(reward)),
-            "reward/std_in_group": float(np.nanmean(np.nanstd(reward, axis=1))),
-            "reward/failed": float(advantages.num_failed),
-            "reward/small_groups": float(advantages.num_small_groups),
-            "reward/flat_groups": float(advantages.num_flat_groups),
-            "rollout/denoise_s": float(sum(info.denoise_s for info in rollout.infos)),
-            "rollout/decode_s": float(sum(info.decode_s for info in rollout.infos)),
-            "reward/score_s": float(sum(s.seconds for s in rollout.scores)),
-        }
-        summary |= {f"reward/{axis}": float(np.nanmean(axes[..., k])) for k, axis in enumerate(AXES)}
-        if rollout.scores[0].truth is not None:
-            truth = np.stack([s.truth for s in rollout.scores])
-            summary["truth/total"] = float(self.weighted(truth).mean())
-            summary |= {f"truth/{axis}": float(truth[..., k].mean()) for k, axis in enumerate(AXES)}
-        return summary
-
-    def _log(self, iteration: int, rollout: Rollout, advantages: Advantages) -> None:
-        rows = []
-        for g, (refs, info, scores) in enumerate(zip(rollout.groups, rollout.infos, rollout.scores, strict=True)):
-            reward = self.weighted(scores.axes)
-            for sample in range(len(scores.axes)):
-                truth = (
-                    {}
-                    if scores.truth is None
-                    else {
-                        "truth": float(self.weighted(scores.truth)[sample]),
-                        **{f"truth_{axis}": float(scores.truth[sample, k]) for k, axis in enumerate(AXES)},
-                    }
-                )
-                axes = {axis: _finite(scores.axes[sample, k]) for k, axis in enumerate(AXES)}
-                weighted = advantages.weights[g, sample] > 0
-                rows.append(
-                    RolloutRow(
-                        iteration=iteration + 1,
-                        prompt=refs.request.prompt.text,
-                        prompt_index=refs.request.prompt.index,
-                        seed=refs.request.prompt.seed,
-                        group=info.group,
-                        sample=sample,
-                        policy_version=info.policy_version,
-                        reward=_finite(reward[sample]),
-                        advantage=float(advantages.values[g, sample]) if weighted else None,
-                        generate_s=info.denoise_s + info.decode_s,
-                        score_s=scores.seconds,
-                        **axes,
-                        **truth,
-                    )
-                )
-        self.rollout_log.write(iteration + 1, rows)
 
     def evaluate(self, prompts: Sequence[Prompt], first_group: int, num_previews: int) -> EvaluatedSet:
         """ODE videos of fixed prompts and seeds under the present weights, scored and judged."""
@@ -249,11 +197,6 @@ class Controller:
             matches=np.concatenate([s.matches for s in rollout.scores]) if judged else None,
             previews=[(prompts[i].text, video) for i, video in zip(shown, frames, strict=True)],
         )
-
-
-def _finite(value: float) -> float | None:
-    """A score as the log keeps it: a number, or None for a failed one."""
-    return float(value) if np.isfinite(value) else None
 
 
 class _Timed:

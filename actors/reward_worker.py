@@ -31,7 +31,7 @@ class RewardWorker:
         if self.config.reward.truth == "shapes":
             seen = judge(torch.from_numpy(np.array(frames)), [prompt] * len(frames))
             truth = torch.stack([seen.vq, seen.mq, seen.ta], 1).double().numpy()
-            matches = seen.matches.numpy()
+            matches = seen.matches.double().numpy()
         return Scores(axes.cpu().double().numpy(), truth, matches, time.monotonic() - start)
 
     def ready(self) -> bool:

@@ -147,7 +147,7 @@ def _report(
         if first.truth is not None and last.truth is not None:
             table["truth"] = (first.truth @ weights, last.truth @ weights)
             table |= {f"truth {axis}": (first.truth[:, k], last.truth[:, k]) for k, axis in enumerate(AXES)}
-            table["match"] = (first.matches.astype(float), last.matches.astype(float))
+            table["match"] = (first.matches, last.matches)
     progress.console.print(summary_table(scores))
     output = Path(config.output_dir)
     first, last = before["held_out"], after["held_out"]

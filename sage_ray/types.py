@@ -90,7 +90,7 @@ class GroupInfo:
 @dataclass(frozen=True)
 class Scores:
     """Rewards of one group. axes: float64 [G, 3] (VQ, MQ, TA), nan where scoring failed; truth: [G, 3] or None;
-    matches: bool [G] or None; seconds: wall time of scoring."""
+    matches: float64 [G], 1.0 where the clip is what its caption says, or None; seconds: wall time of scoring."""
 
     axes: np.ndarray
     truth: np.ndarray | None

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
+from launch import main
 from sage_ray.metrics import read_metrics
 from sage_ray.rollout_log import read_rollouts
 from tests.small import ROOT
@@ -70,6 +72,29 @@ def test_the_whole_ring_writes_everything(tmp_path: Path) -> None:
         assert (output / name).stat().st_size > 0, name
     again = launch("train", f"output_dir={output}", *SMALL)
     assert again.returncode == 2 and "holds another run" in again.stderr
+
+
+def test_a_run_that_breaks_names_version_and_checkpoint(tmp_path: Path) -> None:
+    """A learning rate that ruins the policy at its first step: the run stops, nothing is invented."""
+    output = tmp_path / "run"
+    done = launch(
+        "train",
+        f"output_dir={output}",
+        "evaluation.num_prompts=0",
+        *SMALL,
+        "num_iterations=4",
+        "save_interval=1",
+        "optimizer.learning_rate=1e35",
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    stopped = [line for line in done.stderr.splitlines() if line.startswith("stopped: ")]
+    assert len(stopped) == 1 and "after policy version" in stopped[0] and "last good checkpoint is" in stopped[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_official_flags_with_values_are_taken(tmp_path: Path) -> None:
+    done = launch("train", f"output_dir={tmp_path}/run", "--sde_type", "ode", "--use_grad_balancing", "false")
+    assert done.returncode == 2 and "sde_type" in done.stderr
 
 
 def copied(tmp_path: Path, name: str) -> Path:
@@ -133,13 +158,14 @@ def foreign_prompts(tmp_path: Path) -> list[str]:
         (["data.num_prompts=5000"], ["data.num_prompts", "5000"]),
     ],
 )
-def test_bad_input_is_one_error_with_exit_code_two(tmp_path: Path, overrides, words: list[str]) -> None:
+def test_bad_input_is_one_error_with_exit_code_two(tmp_path: Path, monkeypatch, capsys, overrides, words) -> None:
+    """main() is what the command runs; its value is the exit code."""
+    monkeypatch.chdir(ROOT)
     output = tmp_path / "run"
     arguments = overrides(tmp_path) if callable(overrides) else overrides
-    done = launch("train", f"output_dir={output}", *arguments, timeout_s=60)
-    assert done.returncode == 2, done.stdout + done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "Traceback" not in done.stderr
+    assert main(["train", f"output_dir={output}", *arguments]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1 and errors[0].startswith("error: ")
     for word in words:
         assert word in errors[0], errors[0]
-    assert not output.exists()
+    assert not output.exists() and not ray.is_initialized()
