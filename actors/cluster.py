@@ -67,7 +67,7 @@ def plan_layout(config: Config, num_gpus: float) -> Layout:
     return Layout("cuda", config.rollout.gpus_per_group, 1, 1)
 
 
-def start_actor(cls: type, name: str, num_gpus: float, *arguments: Any) -> ray.actor.ActorHandle:
+def start_actor(cls: type, num_gpus: float, *arguments: Any) -> ray.actor.ActorHandle:
     """A Ray actor of a plain class. CPU actors take no CPU slot: the pools take turns on the same cores."""
     options = {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": {"env_vars": THREAD_VARIABLES}}
     return ray.remote(cls).options(**options).remote(*arguments)

@@ -49,8 +49,8 @@ class RolloutPool:
     def __init__(self, config: Config, layout: Layout):
         self.timeout_s = config.rollout.timeout_s
         self.workers = [
-            start_actor(RolloutWorker, f"rollout-{i}", layout.gpus_rollout, config, layout.device)
-            for i in range(config.rollout.num_workers)
+            start_actor(RolloutWorker, layout.gpus_rollout, config, layout.device)
+            for _ in range(config.rollout.num_workers)
         ]
 
     def load_weights(self, publication: Publication) -> None:
@@ -92,8 +92,8 @@ class RewardService:
     def __init__(self, config: Config, layout: Layout):
         self.timeout_s = config.reward.timeout_s
         self.workers = [
-            start_actor(RewardWorker, f"reward-{i}", layout.gpus_reward, config, layout.device)
-            for i in range(config.reward.num_workers)
+            start_actor(RewardWorker, layout.gpus_reward, config, layout.device)
+            for _ in range(config.reward.num_workers)
         ]
         self._turn = 0
 
@@ -143,7 +143,7 @@ class LearnerGroup:
     def __init__(self, config: Config, layout: Layout):
         self.config, self.timeout_s = config, config.learner.timeout_s
         self.ranks = [
-            start_actor(LearnerRank, f"learner-{rank}", layout.gpus_learner, config, rank, layout.device)
+            start_actor(LearnerRank, layout.gpus_learner, config, rank, layout.device)
             for rank in range(config.learner.num_ranks)
         ]
 

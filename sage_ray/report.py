@@ -17,27 +17,8 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from sage_ray.contact_sheet import SheetRow, contact_sheet
 from sage_ray.metrics import read_metrics
-from sage_ray.rollout_log import RolloutLog, RolloutRow, read_rollouts
 from sage_ray.types import AXES
-from sage_ray.video import write_video
-
-__all__ = [
-    "Change",
-    "RolloutLog",
-    "RolloutRow",
-    "SheetRow",
-    "contact_sheet",
-    "mean_error",
-    "paired_interval",
-    "read_rollouts",
-    "reward_curve",
-    "summary",
-    "summary_table",
-    "t_quantile",
-    "write_video",
-]
 
 Numbers = Sequence[float] | np.ndarray
 """[n] numbers."""

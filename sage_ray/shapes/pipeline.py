@@ -23,6 +23,7 @@ from transformers import (
     T5EncoderModel,
 )
 
+from sage_ray.rewards.reward_tokenizer import WORD_PATTERN
 from sage_ray.shapes.world import SPECS, caption
 
 SYSTEM_TOKENS = 105
@@ -33,7 +34,6 @@ CHAT_TEMPLATE = (
     "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-WORD_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)

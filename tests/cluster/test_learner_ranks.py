@@ -136,7 +136,7 @@ def test_the_same_group_is_the_same_on_any_worker(config, pool) -> None:
     """Noise is keyed by (seed, step, group, sample, sde step), so re-assignment changes nothing."""
     learner = make_learner(config, 1)
     publication = learner.publish(0)
-    other = start_actor(RolloutWorker, "other", 0, config, "cpu")
+    other = start_actor(RolloutWorker, 0, config, "cpu")
     for worker in (pool.workers[0], other):
         ray.get(worker.load_weights.remote(0, publication.digest, *publication.parts), timeout=120)
     request = requests()[2]

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
+from sage_ray.contact_sheet import SheetRow, contact_sheet
 from sage_ray.metrics import MetricsWriter
-from sage_ray.report import SheetRow, contact_sheet, paired_interval, reward_curve, summary, summary_table, t_quantile
+from sage_ray.report import paired_interval, reward_curve, summary, summary_table, t_quantile
 
 RNG = np.random.default_rng(0)
 

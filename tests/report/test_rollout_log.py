@@ -5,7 +5,7 @@ import dataclasses
 import pyarrow.parquet
 import pytest
 
-from sage_ray.report import RolloutLog, RolloutRow, read_rollouts
+from sage_ray.rollout_log import RolloutLog, RolloutRow, read_rollouts
 
 ROW = RolloutRow(
     iteration=0,
