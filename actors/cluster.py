@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -46,19 +47,18 @@ def start_ray(config: Config) -> None:
 def plan_layout(config: Config, num_gpus: float) -> Layout:
     """Devices of every pool for a cluster with `num_gpus` GPUs. Raises ConfigError when they do not fit.
 
-    With one GPU and cluster.share_gpu all actors share it; otherwise every actor takes whole GPUs.
+    Every actor takes whole GPUs where there are enough; else, with cluster.share_gpu and one learner rank, all
+    actors share what is there.
     """
     wanted = config.cluster.device
     device = ("cuda" if num_gpus >= 1 else "cpu") if wanted == "auto" else wanted
     if device == "cpu":
         return Layout("cpu", 0, 0, 0)
     counts = config.rollout.num_workers, config.reward.num_workers, config.learner.num_ranks
-    if num_gpus == 1 and config.cluster.share_gpu:
-        if config.learner.num_ranks > 1:
-            raise ConfigError(f"learner.num_ranks: {config.learner.num_ranks} ranks cannot share the only GPU, use 1")
-        share = 1 / sum(counts)
-        return Layout("cuda", share, share, share)
     need = counts[0] * config.rollout.gpus_per_group + counts[1] + counts[2]
+    if need > num_gpus >= 1 and config.cluster.share_gpu and config.learner.num_ranks == 1:
+        share = 1 / math.ceil(sum(counts) / num_gpus)
+        return Layout("cuda", share, share, share)
     if need > num_gpus:
         raise ConfigError(
             f"cluster.device: {counts[0]} rollout groups of {config.rollout.gpus_per_group}, "
@@ -69,7 +69,8 @@ def plan_layout(config: Config, num_gpus: float) -> Layout:
 
 def start_actor(cls: type, num_gpus: float, *arguments: Any) -> ray.actor.ActorHandle:
     """A Ray actor of a plain class. CPU actors take no CPU slot: the pools take turns on the same cores."""
-    options = {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": {"env_vars": THREAD_VARIABLES}}
+    hidden = {} if num_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    options = {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": {"env_vars": THREAD_VARIABLES | hidden}}
     return ray.remote(cls).options(**options).remote(*arguments)
 
 
@@ -80,7 +81,7 @@ def wait_until_ready(refs: list[ray.ObjectRef], what: str, timeout_s: float) -> 
         return wait_all(refs, what, timeout_s)
     except TimeoutError as error:
         raise TimeoutError(
-            f"{error}; needed resources {ray.cluster_resources()}, free {ray.available_resources()}"
+            f"{error}; the cluster has {ray.cluster_resources()}, free are {ray.available_resources()}"
         ) from None
     finally:
         logger.debug("%s took %.1f s", what, time.monotonic() - start)

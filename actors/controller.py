@@ -5,6 +5,7 @@ It holds references, rewards and versions; latents and frames never pass through
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from sage_ray.models.hunyuan_video import scheduler_shift
 from sage_ray.progress import Progress
 from sage_ray.rollout_log import RolloutLog
 from sage_ray.schedule import sigma_grid
-from sage_ray.transition import coefficients
+from sage_ray.transition import Coefficients, coefficients
 from sage_ray.types import GroupInfo, GroupRequest, Prompt, Scores
 
 HELD_OUT_GROUP = 1_000_000
@@ -63,17 +64,8 @@ class Controller:
         self.output = Path(config.output_dir)
         self.metrics = MetricsWriter(self.output)
         self.rollout_log = RolloutLog(self.output / "rollouts")
-        sampling = config.sampling
-        self.shift = scheduler_shift(Path(config.model.path)) if sampling.shift is None else sampling.shift
-        grid = sigma_grid(sampling.num_steps, self.shift)
-        first, size = sampling.sde_window_start, sampling.sde_window_size
-        window = range(first, sampling.num_steps if size is None else first + size)
-        coefs = coefficients(
-            sampling.sde_type, grid, sampling.eta, last_step=sampling.last_step, sde_steps=tuple(window)
-        )
-        if not coefs.sde_steps:
-            raise ValueError("sampling: no step of the grid is stochastic, nothing can be trained")
-        self.sigmas, self.sde_steps = tuple(map(float, grid)), coefs.sde_steps
+        self.shift, coefs = training_schedule(config)
+        self.sigmas, self.sde_steps = tuple(map(float, coefs.sigmas)), coefs.sde_steps
         self.rollouts = RolloutPool(config, layout)
         self.rewards = RewardService(config, layout)
         self.learner = LearnerGroup(config, layout)
@@ -82,23 +74,33 @@ class Controller:
 
     def start(self) -> None:
         """Load every model and give the rollout workers version 0. Unblocked by the slowest actor."""
-        ready = self.rewards.ready()
+        ready = self.rewards.ready() + self.rollouts.ready()
         num_trainable = self.learner.setup()
-        wait_until_ready(ready, "the reward workers", self.config.cluster.start_timeout_s)
+        wait_until_ready(ready, "the reward and rollout workers", self.config.cluster.start_timeout_s)
         self.rollouts.load_weights(self.learner.publish(self.version))
         self.progress.message(f"policy: {num_trainable:,} trainable parameters, trained steps {list(self.sde_steps)}")
 
-    def run_sync(self) -> None:
-        """Strictly on-policy loop: every iteration's rollouts are made by the weights of the last update."""
+    def run_sync(self, after_iteration: Callable[[int], None]) -> None:
+        """Strictly on-policy loop: every iteration's rollouts are made by the weights of the last update.
+
+        `after_iteration` is called with the number of finished iterations.
+        """
         for iteration in range(self.config.num_iterations):
             metrics = self.step(iteration)
             self.metrics.write(iteration + 1, metrics)
             self.progress.iteration(iteration + 1, metrics)
             last = iteration + 1 == self.config.num_iterations
             if last or (iteration + 1) % self.config.save_interval == 0:
-                with self.progress.phase("save"):
-                    self.checkpoint = str(self.output / "checkpoints" / f"version_{self.version:06d}")
-                    self.learner.save(self.checkpoint)
+                self.save()
+            after_iteration(iteration + 1)
+
+    def save(self) -> None:
+        """Write a checkpoint of the present version, unless it is there already."""
+        folder = str(self.output / "checkpoints" / f"version_{self.version:06d}")
+        if folder != self.checkpoint:
+            with self.progress.phase("save"):
+                self.learner.save(folder)
+            self.checkpoint = folder
 
     def step(self, iteration: int) -> dict[str, float]:
         """One iteration. Consumes the cursor's prompts; produces metrics, a rollout log, and a new policy version
@@ -108,9 +110,11 @@ class Controller:
         with self._phase("rollout", times):
             rollout = self._roll_out([self._request(iteration, g, prompt) for g, prompt in enumerate(prompts)])
         advantages = self._advantages(rollout.scores)
+        trajectories = [group.trajectory for group in rollout.groups]
+        rollout.groups.clear()  # frames are scored: their memory is free before the update
         with self._phase("update", times):
             metrics = self.learner.update(
-                [group.trajectory for group in rollout.groups],
+                trajectories,
                 advantages.values,
                 advantages.weights,
                 len(self.sde_steps),
@@ -154,6 +158,12 @@ class Controller:
             if info.policy_version != self.version or info.sigmas != tuple(requests[0].sigmas):
                 raise RuntimeError(f"group {info.group}: made with version {info.policy_version} or another grid")
         values = self.rewards.collect([scores[g] for g in order], requests[0].group_size)
+        for i, info in enumerate(infos):  # a broken video decodes to black, which has a score but deserves none
+            kept = np.where(np.asarray(info.finite)[:, None], values[i].axes, np.nan)
+            values[i] = dataclasses.replace(values[i], axes=kept)
+        if not any(np.isfinite(value.axes).all(1).any() for value in values):
+            num_broken = sum(not ok for info in infos for ok in info.finite)
+            raise RuntimeError(f"no video has a finite reward; {num_broken} have latents that are not finite")
         return Rollout([groups[g] for g in order], infos, values)
 
     def weighted(self, axes: np.ndarray) -> np.ndarray:
@@ -197,6 +207,24 @@ class Controller:
             matches=np.concatenate([s.matches for s in rollout.scores]) if judged else None,
             previews=[(prompts[i].text, video) for i, video in zip(shown, frames, strict=True)],
         )
+
+
+def training_schedule(config: Config) -> tuple[float, Coefficients]:
+    """(shift, coefficients) of the training rollouts. Raises ValueError naming file, key and rule."""
+    sampling = config.sampling
+    shift = scheduler_shift(Path(config.model.path)) if sampling.shift is None else sampling.shift
+    first, size = sampling.sde_window_start, sampling.sde_window_size
+    window = range(first, sampling.num_steps if size is None else first + size)
+    coefs = coefficients(
+        sampling.sde_type,
+        sigma_grid(sampling.num_steps, shift),
+        sampling.eta,
+        last_step=sampling.last_step,
+        sde_steps=tuple(window),
+    )
+    if not coefs.sde_steps:
+        raise ValueError("sampling: no step of the grid is stochastic, nothing can be trained")
+    return shift, coefs
 
 
 class _Timed:

@@ -38,7 +38,9 @@ class LearnerRank:
     def setup(self, address: str, port: int) -> int:
         """Join the group, load and shard the policy; returns the number of trainable parameters."""
         config = self.config
-        start_process_group(self.rank, self.world_size, address, port, config.learner.timeout_s)
+        start_process_group(
+            self.rank, self.world_size, address, port, device=self.device, timeout_s=config.learner.timeout_s
+        )
         model = load_velocity(Path(config.model.path), TORCH_DTYPES[config.model.dtype], self.device)
         model.transformer.gradient_checkpointing = config.model.gradient_checkpointing
         shard(model, self.world_size)

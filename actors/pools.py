@@ -53,6 +53,10 @@ class RolloutPool:
             for _ in range(config.rollout.num_workers)
         ]
 
+    def ready(self) -> list[ray.ObjectRef]:
+        """References that are done once every model is loaded."""
+        return [worker.ready.remote() for worker in self.workers]
+
     def load_weights(self, publication: Publication) -> None:
         """Give every worker one version; waits for all, raises when one confirms anything else."""
         answers = wait_all(

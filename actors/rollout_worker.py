@@ -33,13 +33,17 @@ class RolloutWorker:
         self.latent_shape = self.model.latent_shape(sampling.num_frames, sampling.height, sampling.width)
         self.version, self.digest = -1, ""
 
+    def ready(self) -> bool:
+        """Answers once the model is loaded."""
+        return True
+
     def load_weights(self, version: int, digest: str, *parts: WeightPart) -> dict:
         """Take one published version. Returns version, digest and seconds; raises when anything does not match."""
         start = time.monotonic()
         self.version = -1
         if combined_digest([part.digest for part in parts]) != digest or parts[0].version != version:
             raise ValueError(f"weights: version {version} with digest {digest} was announced, other parts arrived")
-        unpack(self.model.velocity, parts)
+        unpack(self.model.velocity, parts, self.model.velocity.trainable_names)
         self.version, self.digest = version, digest
         return {"version": version, "digest": digest, "seconds": time.monotonic() - start}
 
@@ -62,6 +66,7 @@ class RolloutWorker:
             policy_version=self.version,
             weights_digest=self.digest,
             sigmas=tuple(request.sigmas),
+            finite=tuple(generated.latents.isfinite().flatten(1).all(1).tolist()),
             denoise_s=denoise_s,
             decode_s=time.monotonic() - start - denoise_s,
         )

@@ -11,7 +11,7 @@ import numpy as np
 import ray
 
 from actors.cluster import plan_layout, start_ray
-from actors.controller import HELD_OUT_GROUP, Controller, EvaluatedSet
+from actors.controller import HELD_OUT_GROUP, Controller, EvaluatedSet, training_schedule
 from sage_ray.config import Config, ConfigError
 from sage_ray.config_check import num_prompts, validate
 from sage_ray.config_files import check_files
@@ -47,12 +47,13 @@ def check(files: Sequence[Path], overrides: Sequence[str]) -> CheckedRun:
     config = load_config(files, overrides)
     validate(config)
     check_files(config)
+    training_schedule(config)
     VideoAlign.check(Path(config.reward.path))
     prompts = read_prompts(config.data.prompts)
     held_out = read_prompts(config.data.held_out_prompts) if config.evaluation.num_prompts else []
     if num_prompts(config) > len(prompts):
         raise ConfigError(
-            f"data.num_prompts: {num_prompts(config)} a iteration, but {', '.join(config.data.prompts)} "
+            f"data.num_prompts: {num_prompts(config)} an iteration, but {', '.join(config.data.prompts)} "
             f"hold only {len(prompts)} prompts"
         )
     if config.reward.truth == "shapes":
@@ -62,47 +63,65 @@ def check(files: Sequence[Path], overrides: Sequence[str]) -> CheckedRun:
 
 
 def train(run: CheckedRun) -> None:
-    """Run a checked configuration to its end. Raises RunStoppedError when the run cannot go on."""
-    config, progress = run.config, Progress(run.config.num_iterations)
-    output, start = Path(config.output_dir), time.monotonic()
-    start_ray(config)
+    """Run a checked configuration to its end. Raises RunStoppedError when the run cannot start or go on."""
+    progress, controller = Progress(run.config.num_iterations), None
     try:
-        layout = plan_layout(config, ray.cluster_resources().get("GPU", 0))
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "config.yaml").write_text(to_yaml(config), "utf-8")
-        progress.message(
-            f"starting {config.rollout.num_workers} rollout, {config.reward.num_workers} reward and "
-            f"{config.learner.num_ranks} learner actors on {layout.device}"
-        )
-        controller = Controller(config, layout, run.prompts, progress)
-        controller.start()
-        progress.message(f"ready after {time.monotonic() - start:.0f} s")
-        try:
-            _run(run, controller, progress)
-        except (ray.exceptions.RayError, TimeoutError, RuntimeError) as error:
-            saved = controller.checkpoint or f"{config.model.path} (none was saved yet)"
-            reason = getattr(error, "cause", None) or error
-            raise RunStoppedError(
-                f"after policy version {controller.version}: {type(reason).__name__}: {str(reason).strip()}; "
-                f"the last good checkpoint is {saved}"
-            ) from error
-        finally:
-            controller.metrics.close()
+        start_ray(run.config)
+        controller = _start(run, progress)
+        _run(run, controller, progress)
+    except ConfigError:
+        raise
+    except (ray.exceptions.RayError, TimeoutError, RuntimeError, OSError, ValueError) as error:
+        raise RunStoppedError(_explain(run, controller, error)) from error
     finally:
+        if controller is not None:
+            controller.metrics.close()
         ray.shutdown()
+
+
+def _start(run: CheckedRun, progress: Progress) -> Controller:
+    """Place and start all actors; the output folder appears once the layout is known to fit."""
+    config, start = run.config, time.monotonic()
+    layout = plan_layout(config, ray.cluster_resources().get("GPU", 0))
+    output = Path(config.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "config.yaml").write_text(to_yaml(config), "utf-8")
+    progress.message(
+        f"starting {config.rollout.num_workers} rollout, {config.reward.num_workers} reward and "
+        f"{config.learner.num_ranks} learner actors on {layout.device}"
+    )
+    controller = Controller(config, layout, run.prompts, progress)
+    controller.start()
+    progress.message(f"ready after {time.monotonic() - start:.0f} s")
+    return controller
+
+
+def _explain(run: CheckedRun, controller: Controller | None, error: BaseException) -> str:
+    """One line: where the run stood, what happened, and which checkpoint is good."""
+    reason = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    words = [line.strip() for line in str(reason).splitlines() if line.strip()]
+    what = f"{type(reason).__name__}: {words[-1] if words else 'no further word'}"
+    if controller is None:
+        return f"before the first iteration: {what}"
+    saved = controller.checkpoint or f"{run.config.model.path} (none was saved yet)"
+    return f"after policy version {controller.version}: {what}; the last good checkpoint is {saved}"
 
 
 def _run(run: CheckedRun, controller: Controller, progress: Progress) -> None:
     """Evaluation, ring, evaluation, report."""
-    config, before, after = run.config, None, None
-    if config.evaluation.num_prompts:
-        before = _evaluate(run, controller, progress, 0)
-    controller.run_sync()
-    if before is not None:
-        after = _evaluate(run, controller, progress, config.num_iterations)
+    config, evaluated = run.config, {}
+    last, interval = config.num_iterations, config.evaluation.interval
+
+    def evaluate(iteration: int) -> None:
+        due = iteration in (0, last) or (interval > 0 and iteration % interval == 0)
+        if config.evaluation.num_prompts and due:
+            evaluated[iteration] = _evaluate(run, controller, progress, iteration)
+
+    evaluate(0)
+    controller.run_sync(after_iteration=evaluate)
     reward_curve(Path(config.output_dir) / "reward_curve.png", Path(config.output_dir) / "metrics.jsonl")
-    if before is not None and after is not None:
-        _report(config, before, after, progress)
+    if evaluated:
+        _report(config, evaluated[0], evaluated[last], progress)
     progress.message(f"everything is in {config.output_dir}")
 
 

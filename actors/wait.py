@@ -21,8 +21,16 @@ def wait_all(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list
     """Values of all `refs` (small ones: they arrive in this process). Raises WaitTimeoutError or the task's error."""
     pending, deadline = list(refs), time.monotonic() + timeout_s
     while pending:
-        _, pending = wait_some(pending, len(pending), what, deadline - time.monotonic())
-    return ray.get(list(refs))
+        left = deadline - time.monotonic()
+        done, pending = ray.wait(pending, timeout=max(0.0, min(REPORT_S, left)), fetch_local=False)
+        for ref in done:  # the first failure ends the wait: the others may be stuck behind it
+            ray.get(ref, timeout=REPORT_S)
+        if pending and left <= 0:
+            num_done = len(refs) - len(pending)
+            raise WaitTimeoutError(f"waited {timeout_s:.0f} s for {what}: {num_done} of {len(refs)} done")
+        if not done:
+            logger.warning("still waiting for %s: %d of %d done", what, len(refs) - len(pending), len(refs))
+    return ray.get(list(refs), timeout=REPORT_S)
 
 
 def wait_some(

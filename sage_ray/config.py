@@ -205,7 +205,7 @@ class ClusterConfig:
     device: str = "auto"
     """auto, cpu or cuda; auto takes GPUs when Ray sees one."""
     share_gpu: bool = True
-    """Let all actors of a one-GPU run share that GPU."""
+    """Let actors share GPUs when there are fewer GPUs than actors (one learner rank)."""
     num_cpus: int | None = None
     """CPUs of an embedded Ray; null takes the machine's."""
     object_store_bytes: int = 1_000_000_000

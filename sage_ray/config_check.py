@@ -96,8 +96,8 @@ def _single_values(config: Config) -> Iterator[Broken]:
     yield from (Broken(key, "must be in [0, 1)") for key in numbers(BELOW_ONE, lambda v, _: 0 <= v < 1))
     yield from (Broken(key, "must not be empty") for key in NOT_EMPTY if not value_at(config, key))
     for key in ("seed", "evaluation.seed"):
-        if value_at(config, key) >= 2**63:
-            yield Broken(key, "must be less than 2**63")
+        if value_at(config, key) >= 2**31:
+            yield Broken(key, "must be less than 2**31")
 
 
 def _sampling(config: Config) -> Iterator[Broken]:

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from sage_ray.models.hunyuan_video import PackedVelocity
 
 
-def start_process_group(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> None:
-    """Join the learner's process group: NCCL on GPUs, gloo on CPUs. Every collective is bounded by `timeout_s`."""
+def start_process_group(rank: int, world_size: int, address: str, port: int, *, device: str, timeout_s: float) -> None:
+    """Join the learner's process group: NCCL on cuda, gloo on cpu. Every collective is bounded by `timeout_s`."""
     dist.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo",
+        "nccl" if device == "cuda" else "gloo",
         init_method=f"tcp://{address}:{port}",
         rank=rank,
         world_size=world_size,

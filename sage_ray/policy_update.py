@@ -244,7 +244,9 @@ class PolicyUpdate:
         allowed = self.loss.max_disagreement
         if allowed is None:
             allowed = self.loss.clip_range / 10 if self.model.dtype == torch.float32 else math.inf
-        if not disagreement <= allowed:
+        if not math.isfinite(disagreement):
+            raise NonFiniteError(f"policy version {self.version}: a replayed log-prob is {disagreement}")
+        if disagreement > allowed:
             raise DisagreementError(
                 f"learner and rollout log-probs differ by {disagreement:.3g} nats per dimension, {allowed:.3g} is "
                 "allowed (loss.max_disagreement); weights, conditions or sampling settings of rollout and learner "

@@ -76,13 +76,15 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """What the controller reads of a finished group; small. Times in seconds."""
+    """What the controller reads of a finished group; small. finite: [G], False where the latents are not finite (such
+    a video decodes to black and must get no reward). Times in seconds."""
 
     step: int
     group: int
     policy_version: int
     weights_digest: str
     sigmas: tuple[float, ...]
+    finite: tuple[bool, ...]
     denoise_s: float
     decode_s: float
 

@@ -94,14 +94,17 @@ def _extent(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @torch.no_grad()
-def unpack(model: nn.Module, parts: Sequence[WeightPart]) -> None:
+def unpack(model: nn.Module, parts: Sequence[WeightPart], expected: frozenset[str] | None = None) -> None:
     """Write the parts of one version into a plain (unsharded) model, in place.
 
-    Raises: ValueError when versions differ, a name or shape does not match, a dtype differs, or an element of a
-    trainable parameter is not covered; RuntimeError when the model's bytes differ from what was sent.
+    Args: expected: names that must all be sent, and no other; None takes what comes.
+
+    Raises: ValueError when versions differ, a name or shape does not match, a dtype differs, an element of a sent
+    parameter is not covered, or an expected name is missing; RuntimeError when the model's bytes differ from those
+    that were sent.
     """
     parameters = dict(model.named_parameters())
-    _check(parameters, parts)
+    _check(parameters, parts, expected)
     for part in parts:
         for piece, target in _targets(parameters, part):
             data = part.buckets[piece.bucket][piece.start : piece.start + piece.num_bytes]
@@ -123,7 +126,7 @@ def _targets(parameters: dict[str, nn.Parameter], part: WeightPart) -> Iterator[
         yield piece, parameters[piece.name].data[index]
 
 
-def _check(parameters: dict[str, nn.Parameter], parts: Sequence[WeightPart]) -> None:
+def _check(parameters: dict[str, nn.Parameter], parts: Sequence[WeightPart], expected: frozenset[str] | None) -> None:
     if len({part.version for part in parts}) != 1:
         raise ValueError(f"weights: parts of versions {sorted({part.version for part in parts})} cannot be mixed")
     covered: dict[str, int] = {}
@@ -141,6 +144,9 @@ def _check(parameters: dict[str, nn.Parameter], parts: Sequence[WeightPart]) -> 
             covered[piece.name] = covered.get(piece.name, 0) + int(np.prod(piece.shape))
     if not covered:
         raise ValueError("weights: no parameter was sent")
+    if expected is not None and covered.keys() != expected:
+        missing = sorted(expected ^ covered.keys())
+        raise ValueError(f"weights: {len(missing)} trainable parameters differ, {missing[0]} was not sent or is frozen")
     for name, count in covered.items():
         if count != parameters[name].numel():
             raise ValueError(f"weights: {name} has {parameters[name].numel()} elements, {count} were sent")

@@ -9,6 +9,7 @@ Text-to-video only: the image slots are empty.
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ from sage_ray.schedule import timestep
 from sage_ray.types import Condition
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MAX_CONDITIONS = 1024
+"""Encoded prompts that a worker keeps; about 3 MB each at the real size."""
 
 
 class PackedAttention:
@@ -65,6 +68,7 @@ class PackedVelocity(nn.Module):
         for block in transformer.transformer_blocks:
             block.attn.set_processor(PackedAttention())
         freeze_unused(transformer)
+        self.trainable_names = frozenset(name for name, p in self.named_parameters() if p.requires_grad)
 
     def forward(
         self,
@@ -115,8 +119,7 @@ class PackedVelocity(nn.Module):
         refiner = model.context_embedder
         context = refiner(text.to(self.dtype), timesteps, text_mask)
         context = context + model.cond_type_embed.weight[0]
-        if byt5.shape[1] == 0:
-            return context
+        # Run on empty text too: a rank whose prompts hold no quoted text must reduce the same gradients as the others.
         glyphs = model.context_embedder_2(byt5.to(self.dtype)) + model.cond_type_embed.weight[1]
         return torch.cat([glyphs, context], 1)
 
@@ -212,11 +215,13 @@ class HunyuanVideo:
         self.device = torch.device(device)
         for module in (pipeline.transformer, pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2):
             align(module)
-            module.to(self.device).eval().requires_grad_(False)
+            module.to(self.device).eval()
+        for module in (pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2):
+            module.requires_grad_(False)
         self.pipeline = pipeline
         self.vae: AutoencoderKLHunyuanVideo15 = batched_vae(pipeline.vae)
         self.velocity = PackedVelocity(pipeline.transformer.to(dtype), dtype).requires_grad_(False)
-        self._conditions: dict[str, Condition] = {}
+        self._conditions: OrderedDict[str, Condition] = OrderedDict()
 
     @staticmethod
     def load(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> HunyuanVideo:
@@ -237,7 +242,7 @@ class HunyuanVideo:
 
     @torch.no_grad()
     def encode_prompt(self, text: str) -> Condition:
-        """Encode one prompt once; later calls return the cached value. Padding is dropped."""
+        """Encode one prompt once; the last MAX_CONDITIONS are kept. Padding is dropped."""
         if text not in self._conditions:
             embeds, mask, byt5, byt5_mask = self.pipeline.encode_prompt(
                 [text], device=self.device, dtype=torch.float32, batch_size=1
@@ -245,6 +250,8 @@ class HunyuanVideo:
             self._conditions[text] = Condition(
                 text=embeds[0][mask[0].bool()].cpu().numpy(), byt5=byt5[0][byt5_mask[0].bool()].cpu().numpy()
             )
+            if len(self._conditions) > MAX_CONDITIONS:
+                self._conditions.popitem(last=False)
         return self._conditions[text]
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from launch import main
 from sage_ray.metrics import read_metrics
@@ -89,6 +90,20 @@ def test_a_run_that_breaks_names_version_and_checkpoint(tmp_path: Path) -> None:
     stopped = [line for line in done.stderr.splitlines() if line.startswith("stopped: ")]
     assert len(stopped) == 1 and "after policy version" in stopped[0] and "last good checkpoint is" in stopped[0]
     assert "Traceback" not in done.stderr
+
+
+def test_a_run_that_cannot_start_is_one_line(tmp_path: Path) -> None:
+    """A reward checkpoint whose tensor has another shape: only loading can see it."""
+    folder = copied(tmp_path, "reward/VideoReward")
+    file = folder / "checkpoint-1" / "model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.rm_head.weight"
+    save_file(tensors | {name: tensors[name][:, :-1].contiguous()}, file)
+    output = tmp_path / "run"
+    done = launch("train", f"output_dir={output}", f"reward.path={folder}", "evaluation.num_prompts=0", *SMALL)
+    assert done.returncode == 1, done.stdout + done.stderr
+    stopped = [line for line in done.stderr.splitlines() if line.startswith("stopped: ")]
+    assert len(stopped) == 1 and name in stopped[0] and "Traceback" not in done.stderr
 
 
 def test_official_flags_with_values_are_taken(tmp_path: Path) -> None:

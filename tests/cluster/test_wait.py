@@ -20,6 +20,19 @@ def test_values_come_in_order() -> None:
     assert wait_all([sleeper.remote(0.2), sleeper.remote(0.0)], "two sleepers", 60) == [0.2, 0.0]
 
 
+@ray.remote(num_cpus=0)
+def broken() -> None:
+    raise ValueError("broken at once")
+
+
+def test_the_first_failure_ends_the_wait() -> None:
+    start, stuck = time.monotonic(), sleeper.remote(60.0)
+    with pytest.raises(ValueError, match="broken at once"):
+        wait_all([stuck, broken.remote()], "two tasks", 50)
+    assert time.monotonic() - start < 30
+    ray.cancel(stuck, force=True)
+
+
 def test_a_wait_ends_and_names_need_and_have() -> None:
     refs = [sleeper.remote(0.0), sleeper.remote(30.0)]
     ray.get(refs[0])

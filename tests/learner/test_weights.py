@@ -59,6 +59,15 @@ def test_missing_slice_raises() -> None:
         unpack(net(1), [dataclasses.replace(part, slices=(half, *part.slices[1:]))])
 
 
+def test_a_parameter_that_was_not_sent_is_noticed() -> None:
+    sender, receiver = net(0), net(1)
+    names = frozenset(name for name, _ in sender.named_parameters())
+    unpack(receiver, [pack(sender, 0, 0, torch.float32)], names)
+    sender[1].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"1\.bias was not sent"):
+        unpack(receiver, [pack(sender, 0, 0, torch.float32)], names)
+
+
 def test_float32_sent_to_a_bfloat16_receiver_raises() -> None:
     with pytest.raises(ValueError, match="sent as float32, the receiver holds"):
         unpack(net(1).bfloat16(), [pack(net(0), 0, 0, torch.float32)])

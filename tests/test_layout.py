@@ -1,0 +1,43 @@
+"""Which device every pool gets, as a table."""
+
+import dataclasses
+
+import pytest
+
+from actors.cluster import Layout, plan_layout
+from sage_ray.config import Config, ConfigError
+
+
+def config(rollouts: int, rewards: int, ranks: int, device: str = "auto") -> Config:
+    base = Config()
+    return dataclasses.replace(
+        base,
+        rollout=dataclasses.replace(base.rollout, num_workers=rollouts),
+        reward=dataclasses.replace(base.reward, num_workers=rewards),
+        learner=dataclasses.replace(base.learner, num_ranks=ranks),
+        cluster=dataclasses.replace(base.cluster, device=device),
+    )
+
+
+@pytest.mark.parametrize(
+    ("pools", "num_gpus", "layout"),
+    [
+        ((2, 1, 1), 0, Layout("cpu", 0, 0, 0)),
+        ((2, 1, 1), 1, Layout("cuda", 1 / 4, 1 / 4, 1 / 4)),
+        ((2, 1, 1), 2, Layout("cuda", 1 / 2, 1 / 2, 1 / 2)),
+        ((2, 1, 1), 3, Layout("cuda", 1 / 2, 1 / 2, 1 / 2)),
+        ((2, 1, 1), 4, Layout("cuda", 1, 1, 1)),
+        ((4, 1, 3), 8, Layout("cuda", 1, 1, 1)),
+    ],
+)
+def test_layout(pools: tuple[int, int, int], num_gpus: int, layout: Layout) -> None:
+    assert plan_layout(config(*pools), num_gpus) == layout
+
+
+def test_learner_ranks_never_share_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="2 learner ranks need 4 GPUs, the cluster has 3"):
+        plan_layout(config(1, 1, 2), 3)
+
+
+def test_cpu_on_a_gpu_machine_takes_no_gpu() -> None:
+    assert plan_layout(config(1, 1, 1, "cpu"), 8) == Layout("cpu", 0, 0, 0)
