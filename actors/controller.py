@@ -36,12 +36,16 @@ HELD_OUT_GROUP = 1_000_000
 
 @dataclass(frozen=True)
 class EvaluatedSet:
-    """One evaluated prompt set. axes, truth: float64 [N, 3] per video (truth may be None), reward: [N];
-    matches: [N] or None; previews: (prompt, frames uint8 [T, H, W, 3]) of some videos, always the same ones."""
+    """One evaluated prompt set.
+
+    axes, truth: float64 [N, 3] per video, reward and truth_total: their weighted sums [N], matches: [N]; truth, truth_total and
+    matches are None without a judge. previews: (prompt, frames uint8 [T, H, W, 3]), always of the same videos.
+    """
 
     axes: np.ndarray
     reward: np.ndarray
     truth: np.ndarray | None
+    truth_total: np.ndarray | None
     matches: np.ndarray | None
     previews: list[tuple[str, np.ndarray]]
 
@@ -70,14 +74,14 @@ class Controller:
         self.rewards = RewardService(config, layout)
         self.learner = LearnerGroup(config, layout)
         self.axis_weights = (config.reward.weight_vq, config.reward.weight_mq, config.reward.weight_ta)
-        self.version, self.checkpoint = 0, ""
+        self.version, self.digest, self.checkpoint = 0, "", ""
 
     def start(self) -> None:
         """Load every model and give the rollout workers version 0. Unblocked by the slowest actor."""
         ready = self.rewards.ready() + self.rollouts.ready()
         num_trainable = self.learner.setup()
         wait_until_ready(ready, "the reward and rollout workers", self.config.cluster.start_timeout_s)
-        self.rollouts.load_weights(self.learner.publish(self.version))
+        self.publish()
         self.progress.message(f"policy: {num_trainable:,} trainable parameters, trained steps {list(self.sde_steps)}")
 
     def run_sync(self, after_iteration: Callable[[int], None]) -> None:
@@ -93,6 +97,12 @@ class Controller:
             if last or (iteration + 1) % self.config.save_interval == 0:
                 self.save()
             after_iteration(iteration + 1)
+
+    def publish(self) -> None:
+        """Give the learner's weights to every rollout worker; returns once all have confirmed version and digest."""
+        publication = self.learner.publish(self.version)
+        self.rollouts.load_weights(publication)
+        self.digest = publication.digest
 
     def save(self) -> None:
         """Write a checkpoint of the present version, unless it is there already."""
@@ -121,8 +131,7 @@ class Controller:
             )
         self.version = int(metrics["policy_version"])
         with self._phase("publish", times):
-            publication = self.learner.publish(self.version)
-            self.rollouts.load_weights(publication)
+            self.publish()
         record = rollout.scores, rollout.infos, advantages, self.axis_weights
         self.rollout_log.write(iteration + 1, rollout_rows(iteration + 1, prompts, *record))
         return metrics | times | iteration_metrics(*record)
@@ -155,8 +164,9 @@ class Controller:
         timeout_s = self.config.reward.timeout_s
         infos = wait_all([groups[g].info for g in order], "rollout reports", timeout_s)
         for info in infos:
-            if info.policy_version != self.version or info.sigmas != tuple(requests[0].sigmas):
-                raise RuntimeError(f"group {info.group}: made with version {info.policy_version} or another grid")
+            made = info.policy_version, info.weights_digest, info.sigmas
+            if made != (self.version, self.digest, requests[0].sigmas):
+                raise RuntimeError(f"group {info.group}: made with {made}, not what was asked for")
         values = self.rewards.collect([scores[g] for g in order], requests[0].group_size)
         for i, info in enumerate(infos):  # a broken video decodes to black, which has a score but deserves none
             kept = np.where(np.asarray(info.finite)[:, None], values[i].axes, np.nan)
@@ -198,12 +208,14 @@ class Controller:
         rollout = self._roll_out(requests)
         axes = np.concatenate([s.axes for s in rollout.scores])
         judged = rollout.scores[0].truth is not None
+        truth = np.concatenate([s.truth for s in rollout.scores]) if judged else None
         shown = range(0, len(prompts), max(1, len(prompts) // max(1, num_previews)))
         frames = wait_all([_first_video.remote(rollout.groups[i].frames) for i in shown], "previews", 600.0)
         return EvaluatedSet(
             axes=axes,
             reward=self.weighted(axes),
-            truth=np.concatenate([s.truth for s in rollout.scores]) if judged else None,
+            truth=truth,
+            truth_total=None if truth is None else self.weighted(truth),
             matches=np.concatenate([s.matches for s in rollout.scores]) if judged else None,
             previews=[(prompts[i].text, video) for i, video in zip(shown, frames, strict=True)],
         )

@@ -16,7 +16,7 @@ import torch
 from sage_ray.config import Config
 from sage_ray.models.hunyuan_video import TORCH_DTYPES, load_velocity
 from sage_ray.parallel import reshard, shard, start_process_group
-from sage_ray.policy_update import GroupBatch, NonFiniteError, PolicyUpdate, all_finite
+from sage_ray.policy_update import GroupBatch, NonFiniteError, PolicyUpdate, all_finite, count_pairs
 from sage_ray.types import Trajectory
 from sage_ray.weights import WeightPart, pack
 
@@ -69,10 +69,7 @@ class LearnerRank:
         fetched = dict(zip(mine, ray.get([trajectories[g] for g in mine]), strict=True))
         fetch_s = time.monotonic() - start
         batches = [[self._batch(fetched, g, advantages_PG, weights_PG) for g in groups] for groups in plan]
-        per_update = len(weights_PG) // len(plan)
-        pairs = [
-            float(weights_PG[u * per_update : (u + 1) * per_update].sum() * num_trained_steps) for u in range(len(plan))
-        ]
+        pairs = count_pairs(weights_PG, len(plan), num_trained_steps)
         metrics = self.update_rule.update(batches, pairs, self.world_size)
         if not all_finite(self.update_rule.model):
             raise NonFiniteError(f"policy version {self.update_rule.version}: a weight is not finite")

@@ -132,7 +132,7 @@ def _evaluate(run: CheckedRun, controller: Controller, progress: Progress, step:
         with progress.phase(f"evaluate {name} prompts"):
             chosen = spread(prompts, run.config.evaluation.num_prompts)
             result[name] = controller.evaluate(chosen, first, NUM_PREVIEWS)
-        for measure, total, axes in _measures(result[name], controller):
+        for measure, total, axes in _measures(result[name]):
             for label, values in (("total", total), *((axis, axes[:, k]) for k, axis in enumerate(AXES))):
                 metrics[f"evaluation/{name}/{measure}/{label}"] = float(np.nanmean(values))
                 metrics[f"evaluation/{name}/{measure}/{label}_error"] = mean_error(values)
@@ -140,10 +140,10 @@ def _evaluate(run: CheckedRun, controller: Controller, progress: Progress, step:
     return result
 
 
-def _measures(evaluated: EvaluatedSet, controller: Controller) -> list[tuple[str, np.ndarray, np.ndarray]]:
+def _measures(evaluated: EvaluatedSet) -> list[tuple[str, np.ndarray, np.ndarray]]:
     measures = [("reward", evaluated.reward, evaluated.axes)]
-    if evaluated.truth is not None:
-        measures.append(("truth", controller.weighted(evaluated.truth), evaluated.truth))
+    if evaluated.truth is not None and evaluated.truth_total is not None:
+        measures.append(("truth", evaluated.truth_total, evaluated.truth))
     return measures
 
 
@@ -157,14 +157,13 @@ def _report(
     config: Config, before: dict[str, EvaluatedSet], after: dict[str, EvaluatedSet], progress: Progress
 ) -> None:
     """Summary table, contact sheet and videos of before and after."""
-    weights = np.array([config.reward.weight_vq, config.reward.weight_mq, config.reward.weight_ta])
     scores: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
     for name in SETS:
         first, last = before[name], after[name]
         table = scores[name] = {"reward": (first.reward, last.reward)}
         table |= {f"reward {axis}": (first.axes[:, k], last.axes[:, k]) for k, axis in enumerate(AXES)}
         if first.truth is not None and last.truth is not None:
-            table["truth"] = (first.truth @ weights, last.truth @ weights)
+            table["truth"] = (first.truth_total, last.truth_total)
             table |= {f"truth {axis}": (first.truth[:, k], last.truth[:, k]) for k, axis in enumerate(AXES)}
             table["match"] = (first.matches, last.matches)
     progress.console.print(summary_table(scores))
@@ -176,8 +175,8 @@ def _report(
     for i, ((prompt, old), (_, new)) in enumerate(zip(first.previews, last.previews, strict=True)):
         numbers = [{"reward": float(s.reward[i * step])} for s in (first, last)]
         for numbers_of, s in zip(numbers, (first, last), strict=True):
-            if s.truth is not None:
-                numbers_of["truth"] = float(s.truth[i * step] @ weights)
+            if s.truth_total is not None:
+                numbers_of["truth"] = float(s.truth_total[i * step])
         rows.append(SheetRow(prompt, old, new, *numbers))
         scale = max(1, 256 // old.shape[1])
         for label, video in (("before", old), ("after", new)):

@@ -288,6 +288,11 @@ class PolicyUpdate:
         }
 
 
+def count_pairs(weights_PG: np.ndarray, num_updates: int, num_trained_steps: int) -> list[float]:
+    """Global number of weighted (sample, trained step) pairs of every optimizer step; weights_PG: [P, G]."""
+    return [float(share.sum() * num_trained_steps) for share in np.split(weights_PG, num_updates)]
+
+
 def split_groups(num_groups: int, num_updates: int, world_size: int) -> list[list[list[int]]]:
     """Which groups each rank takes in each optimizer step: [update][rank] -> group numbers.
 

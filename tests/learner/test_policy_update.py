@@ -13,6 +13,7 @@ from sage_ray.policy_update import (
     GroupBatch,
     NonFiniteError,
     PolicyUpdate,
+    count_pairs,
     split_groups,
 )
 from sage_ray.references import ReferenceBank
@@ -223,6 +224,12 @@ def test_replay_across_batch_shapes(worker, batch_size: int, exact: bool) -> Non
         for row in update._rows(batch(part)):
             delta = (update._replay(row)[0] - row.rollout_log_prob).abs().max().item()
             assert delta == 0.0 if exact else delta <= 1e-6
+
+
+def test_count_pairs_by_hand() -> None:
+    weights = np.array([[1, 1, 0], [1, 1, 1], [0, 0, 0], [1, 0, 1]], np.float32)
+    assert count_pairs(weights, 2, 4) == [20.0, 8.0]
+    assert count_pairs(weights, 1, 1) == [7.0]
 
 
 def test_split_groups_by_hand() -> None:
