@@ -38,8 +38,8 @@ HELD_OUT_GROUP = 1_000_000
 class EvaluatedSet:
     """One evaluated prompt set.
 
-    axes, truth: float64 [N, 3] per video, reward and truth_total: their weighted sums [N], matches: [N]; truth, truth_total and
-    matches are None without a judge. previews: (prompt, frames uint8 [T, H, W, 3]), always of the same videos.
+    axes, truth: float64 [N, 3] per video, reward and truth_total: their weighted sums [N], matches: [N]; truth,
+    truth_total and matches are None without a judge. previews: (prompt, frames uint8 [T, H, W, 3]), always of the same videos.
     """
 
     axes: np.ndarray
