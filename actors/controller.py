@@ -39,7 +39,7 @@ class EvaluatedSet:
     """One evaluated prompt set.
 
     axes, truth: float64 [N, 3] per video, reward and truth_total: their weighted sums [N], matches: [N]; truth,
-    truth_total and matches are None without a judge. previews: (prompt, frames uint8 [T, H, W, 3]), always of the same videos.
+    truth_total and matches are None without a judge. previews: (prompt, frames uint8 [T, H, W, 3]) of fixed videos.
     """
 
     axes: np.ndarray
