@@ -17,17 +17,16 @@ import ray
 from actors.cluster import Layout, wait_until_ready
 from actors.pools import GroupRefs, LearnerGroup, RewardService, RolloutPool
 from actors.wait import wait_all
-from sage_ray.advantage import Advantages, combine, group_advantages
-from sage_ray.config import Config
+from sage_ray.advantage import Advantages, Normalisation, axis_advantages, combine, group_advantages
+from sage_ray.config import Config, axis_weights
 from sage_ray.config_check import num_prompts
 from sage_ray.data.prompts import PromptCursor
 from sage_ray.iteration_record import iteration_metrics, rollout_rows
 from sage_ray.metrics import MetricsWriter
-from sage_ray.models.hunyuan_video import scheduler_shift
 from sage_ray.progress import Progress
 from sage_ray.rollout_log import RolloutLog
 from sage_ray.schedule import sigma_grid
-from sage_ray.transition import Coefficients, coefficients
+from sage_ray.training_schedule import training_schedule
 from sage_ray.types import GroupInfo, GroupRequest, Prompt, Scores
 
 HELD_OUT_GROUP = 1_000_000
@@ -68,12 +67,12 @@ class Controller:
         self.output = Path(config.output_dir)
         self.metrics = MetricsWriter(self.output)
         self.rollout_log = RolloutLog(self.output / "rollouts")
-        self.shift, coefs = training_schedule(config)
-        self.sigmas, self.sde_steps = tuple(map(float, coefs.sigmas)), coefs.sde_steps
+        self.schedule = training_schedule(config)
+        self.sigmas = tuple(map(float, self.schedule.coefs.sigmas))
         self.rollouts = RolloutPool(config, layout)
         self.rewards = RewardService(config, layout)
         self.learner = LearnerGroup(config, layout)
-        self.axis_weights = (config.reward.weight_vq, config.reward.weight_mq, config.reward.weight_ta)
+        self.axis_weights = axis_weights(config.reward)
         self.version, self.digest, self.checkpoint = 0, "", ""
 
     def start(self) -> None:
@@ -82,7 +81,7 @@ class Controller:
         num_trainable = self.learner.setup()
         wait_until_ready(ready, "the reward and rollout workers", self.config.cluster.start_timeout_s)
         self.publish()
-        self.progress.message(f"policy: {num_trainable:,} trainable parameters, trained steps {list(self.sde_steps)}")
+        self.progress.message(f"policy: {num_trainable:,} trainable parameters, {self.schedule.describe()}")
 
     def run_sync(self, after_iteration: Callable[[int], None]) -> None:
         """Strictly on-policy loop: every iteration's rollouts are made by the weights of the last update.
@@ -98,9 +97,10 @@ class Controller:
                 self.save()
             after_iteration(iteration + 1)
 
-    def publish(self) -> None:
-        """Give the learner's weights to every rollout worker; returns once all have confirmed version and digest."""
-        publication = self.learner.publish(self.version)
+    def publish(self, average: bool = False) -> None:
+        """Give the learner's weights (or their moving average) to every rollout worker; returns once all have
+        confirmed version and digest."""
+        publication = self.learner.publish(self.version, average)
         self.rollouts.load_weights(publication)
         self.digest = publication.digest
 
@@ -127,7 +127,7 @@ class Controller:
                 trajectories,
                 advantages.values,
                 advantages.weights,
-                len(self.sde_steps),
+                self.schedule.rule.num_trained,
             )
         self.version = int(metrics["policy_version"])
         with self._phase("publish", times):
@@ -141,6 +141,7 @@ class Controller:
 
     def _request(self, iteration: int, group: int, prompt: Prompt) -> GroupRequest:
         sampling = self.config.sampling
+        plan = self.schedule.rule.at(self.config.seed, iteration, group)
         return GroupRequest(
             step=iteration,
             group=group,
@@ -151,7 +152,8 @@ class Controller:
             sigmas=self.sigmas,
             sde_type=sampling.sde_type,
             eta=sampling.eta,
-            sde_steps=self.sde_steps,
+            sde_steps=plan.sde_steps,
+            trained_steps=plan.trained_steps,
         )
 
     def _roll_out(self, requests: Sequence[GroupRequest]) -> Rollout:
@@ -182,13 +184,23 @@ class Controller:
 
     def _advantages(self, scores: Sequence[Scores]) -> Advantages:
         settings = self.config.advantage
-        rewards = self.weighted(np.stack([s.axes for s in scores]))
-        return group_advantages(rewards, eps=settings.eps, clip=settings.clip, min_std=settings.min_std)
+        how = Normalisation(
+            eps=settings.eps,
+            rule=settings.std_rule,
+            global_std=settings.global_std,
+            min_std=settings.min_std,
+            clip=settings.clip,
+        )
+        axes_PG3 = np.stack([s.axes for s in scores])
+        if settings.combine == "axis":
+            return axis_advantages(axes_PG3, self.axis_weights, how)
+        return group_advantages(self.weighted(axes_PG3), how)
 
     def evaluate(self, prompts: Sequence[Prompt], first_group: int, num_previews: int) -> EvaluatedSet:
-        """ODE videos of fixed prompts and seeds under the present weights, scored and judged."""
+        """ODE videos of fixed prompts and seeds under the present weights (or those that `publish` gave last), scored
+        and judged."""
         settings = self.config.evaluation
-        sigmas = tuple(map(float, sigma_grid(settings.num_steps, self.shift)))
+        sigmas = tuple(map(float, sigma_grid(settings.num_steps, self.schedule.shift)))
         requests = [
             GroupRequest(
                 step=0,
@@ -219,24 +231,6 @@ class Controller:
             matches=np.concatenate([s.matches for s in rollout.scores]) if judged else None,
             previews=[(prompts[i].text, video) for i, video in zip(shown, frames, strict=True)],
         )
-
-
-def training_schedule(config: Config) -> tuple[float, Coefficients]:
-    """(shift, coefficients) of the training rollouts. Raises ValueError naming file, key and rule."""
-    sampling = config.sampling
-    shift = scheduler_shift(Path(config.model.path)) if sampling.shift is None else sampling.shift
-    first, size = sampling.sde_window_start, sampling.sde_window_size
-    window = range(first, sampling.num_steps if size is None else first + size)
-    coefs = coefficients(
-        sampling.sde_type,
-        sigma_grid(sampling.num_steps, shift),
-        sampling.eta,
-        last_step=sampling.last_step,
-        sde_steps=tuple(window),
-    )
-    if not coefs.sde_steps:
-        raise ValueError("sampling: no step of the grid is stochastic, nothing can be trained")
-    return shift, coefs
 
 
 class _Timed:

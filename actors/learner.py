@@ -7,16 +7,21 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import ray
 import torch
+from safetensors.torch import save_file
 
-from sage_ray.config import Config
+from sage_ray.config import Config, total_optimizer_steps
+from sage_ray.group_batch import GroupBatch, ReplayRules, count_pairs
 from sage_ray.models.hunyuan_video import TORCH_DTYPES, load_velocity
+from sage_ray.models.lora import adapt, adapter_state, save_adapter
 from sage_ray.parallel import reshard, shard, start_process_group
-from sage_ray.policy_update import GroupBatch, NonFiniteError, PolicyUpdate, all_finite, count_pairs
+from sage_ray.policy_update import NonFiniteError, PolicyUpdate, all_finite
+from sage_ray.training_schedule import training_schedule
 from sage_ray.types import Trajectory
 from sage_ray.weights import WeightPart, pack
 
@@ -43,10 +48,16 @@ class LearnerRank:
         )
         model = load_velocity(Path(config.model.path), TORCH_DTYPES[config.model.dtype], self.device)
         model.transformer.gradient_checkpointing = config.model.gradient_checkpointing
+        if config.lora.rank:
+            adapt(model, config.lora, config.seed, dtype=torch.float32)
         shard(model, self.world_size)
-        sampling = config.sampling
+        rules = ReplayRules(
+            guidance_scale=config.sampling.guidance_scale,
+            last_step=config.sampling.last_step,
+            schedule_steps=training_schedule(config).rule.candidates,
+        )
         self.update_rule = PolicyUpdate(
-            model, config.loss, config.kl, config.optimizer, sampling.guidance_scale, sampling.last_step
+            model, config.loss, config.kl, config.optimizer, rules, total_optimizer_steps(config)
         )
         return sum(p.numel() for p in self.update_rule.trainable)
 
@@ -69,7 +80,7 @@ class LearnerRank:
         fetched = dict(zip(mine, ray.get([trajectories[g] for g in mine]), strict=True))
         fetch_s = time.monotonic() - start
         batches = [[self._batch(fetched, g, advantages_PG, weights_PG) for g in groups] for groups in plan]
-        pairs = count_pairs(weights_PG, len(plan), num_trained_steps)
+        pairs = count_pairs(weights_PG, self.config.loss.num_updates, num_trained_steps) * self.config.loss.num_epochs
         metrics = self.update_rule.update(batches, pairs, self.world_size)
         if not all_finite(self.update_rule.model):
             raise NonFiniteError(f"policy version {self.update_rule.version}: a weight is not finite")
@@ -85,33 +96,41 @@ class LearnerRank:
         number = group if group >= 0 else -group - 1
         return GroupBatch(fetched[number], advantages[number], weights[number] * (group >= 0))
 
-    def publish(self) -> tuple[WeightPart, str]:
-        """This rank's part of the present version, and its digest."""
+    def publish(self, average: bool = False) -> tuple[WeightPart, str]:
+        """This rank's part of the present version, and its digest; of the moving average of the weights on request."""
         rule = self.update_rule
-        part = pack(rule.model, rule.version, self.rank, TORCH_DTYPES[self.config.model.dtype])
+        with rule.averaged_weights() if average else nullcontext():
+            part = pack(rule.model, rule.version, self.rank, TORCH_DTYPES[self.config.model.dtype])
         return part, part.digest
 
     def save(self, folder: str) -> str:
-        """Write the policy as diffusers' transformer folder; rank 0 writes, beside, then renames. Returns the path."""
-        rule = self.update_rule
+        """Write the policy as diffusers' transformer folder, or its adapter alone; rank 0 writes, beside, then renames.
+        Returns the path."""
+        rule, adapter = self.update_rule, bool(self.config.lora.rank)
         reshard(rule.model)
-        state = {
-            name.removeprefix("transformer."): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu()
-            for name, p in rule.model.named_parameters()
-        }
+        state = adapter_state(rule.model.transformer) if adapter else _full_state(rule)
         if self.rank == 0:
-            _write_checkpoint(Path(folder), rule, state)
+            _write_checkpoint(Path(folder), rule, state, adapter)
         return folder
 
 
-def _write_checkpoint(folder: Path, rule: PolicyUpdate, state: dict[str, torch.Tensor]) -> None:
-    from safetensors.torch import save_file
+def _full_state(rule: PolicyUpdate) -> dict[str, torch.Tensor]:
+    """Whole weights under diffusers' names, on the CPU; every rank takes part."""
+    return {
+        name.removeprefix("transformer."): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu()
+        for name, p in rule.model.named_parameters()
+    }
 
+
+def _write_checkpoint(folder: Path, rule: PolicyUpdate, state: dict[str, torch.Tensor], adapter: bool) -> None:
     partial = folder.with_name(folder.name + ".partial")
-    (partial / "transformer").mkdir(parents=True)
-    weights = partial / "transformer" / "diffusion_pytorch_model.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, weights, metadata={"format": "pt"})
-    rule.model.transformer.save_config(partial / "transformer")
+    if adapter:
+        save_adapter(rule.model.transformer, partial / "adapter", state)
+    else:
+        (partial / "transformer").mkdir(parents=True)
+        weights = partial / "transformer" / "diffusion_pytorch_model.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, weights, metadata={"format": "pt"})
+        rule.model.transformer.save_config(partial / "transformer")
     trainer = {"policy_version": rule.version, "kl_controller": rule.controller.state_dict()}
     (partial / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n", "utf-8")
     os.replace(partial, folder)

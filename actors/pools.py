@@ -17,7 +17,7 @@ from actors.reward_worker import RewardWorker
 from actors.rollout_worker import RolloutWorker
 from actors.wait import REPORT_S, wait_all, wait_some
 from sage_ray.config import Config
-from sage_ray.policy_update import split_groups
+from sage_ray.group_batch import split_groups
 from sage_ray.types import AXES, GroupRequest, Scores
 from sage_ray.weights import combined_digest
 
@@ -162,16 +162,17 @@ class LearnerGroup:
         self, trajectories: Sequence[ray.ObjectRef], advantages: np.ndarray, weights: np.ndarray, num_trained: int
     ) -> dict[str, float]:
         """One iteration of learning on groups given in order; metrics of rank 0 (the same everywhere)."""
-        plan = split_groups(len(trajectories), self.config.loss.num_updates, len(self.ranks))
+        loss = self.config.loss
+        plan = split_groups(len(trajectories), loss.num_updates, len(self.ranks)) * loss.num_epochs
         refs = [
             rank.update.remote(list(trajectories), [shares[i] for shares in plan], advantages, weights, num_trained)
             for i, rank in enumerate(self.ranks)
         ]
         return wait_all(refs, f"the update of {len(trajectories)} groups", self.timeout_s)[0]
 
-    def publish(self, version: int) -> Publication:
-        """Put the present weights into the object store, every rank its own shards."""
-        pairs = [rank.publish.options(num_returns=2).remote() for rank in self.ranks]
+    def publish(self, version: int, average: bool = False) -> Publication:
+        """Put the present weights (or their moving average) into the object store, every rank its own shards."""
+        pairs = [rank.publish.options(num_returns=2).remote(average) for rank in self.ranks]
         digests = wait_all([digest for _, digest in pairs], f"publication of version {version}", self.timeout_s)
         return Publication(version, combined_digest(digests), tuple(part for part, _ in pairs))
 

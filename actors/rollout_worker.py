@@ -11,6 +11,7 @@ import torch
 
 from sage_ray.config import Config
 from sage_ray.models.hunyuan_video import TORCH_DTYPES, HunyuanVideo, condition_tensors, guided_velocity
+from sage_ray.models.lora import adapt
 from sage_ray.noise import EVALUATION, TRAINING, initial_noise, step_noise
 from sage_ray.sampler import Generated, generate
 from sage_ray.transition import coefficients
@@ -29,6 +30,9 @@ class RolloutWorker:
         torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
         self.config, self.device = config, device
         self.model = HunyuanVideo.load(Path(config.model.path), TORCH_DTYPES[config.model.dtype], device)
+        if config.lora.rank:
+            adapt(self.model.velocity, config.lora, config.seed, dtype=self.model.velocity.dtype)
+            self.model.velocity.requires_grad_(False)
         sampling = config.sampling
         self.latent_shape = self.model.latent_shape(sampling.num_frames, sampling.height, sampling.width)
         self.version, self.digest = -1, ""
@@ -116,8 +120,9 @@ class RolloutWorker:
 def _trajectory(
     request: GroupRequest, generated: Generated, condition: Condition, negative: Condition | None
 ) -> Trajectory:
-    """What the learner needs of a group, as numpy."""
-    states = sorted(generated.states)
+    """What the learner needs of a group, as numpy: the states around its trained steps, and their log-probs."""
+    states = sorted({state for step in request.trained_steps for state in (step, step + 1)})
+    columns = [generated.sde_steps.index(step) for step in request.trained_steps]
     shape = (len(generated.latents), 0, *generated.latents.shape[1:])
     stored = [generated.states[state] for state in states]
     return Trajectory(
@@ -129,9 +134,10 @@ def _trajectory(
         eta=request.eta,
         sigmas=np.asarray(request.sigmas, np.float64),
         sde_steps=np.asarray(generated.sde_steps, np.int64),
+        trained_steps=np.asarray(request.trained_steps, np.int64),
         states=np.asarray(states, np.int64),
         latents=torch.stack(stored, 1).cpu().numpy() if stored else np.zeros(shape, np.float32),
-        log_probs=generated.log_probs.cpu().numpy(),
+        log_probs=generated.log_probs[:, columns].cpu().numpy(),
         condition=condition,
         negative=negative,
     )

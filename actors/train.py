@@ -11,7 +11,7 @@ import numpy as np
 import ray
 
 from actors.cluster import plan_layout, start_ray
-from actors.controller import HELD_OUT_GROUP, Controller, EvaluatedSet, training_schedule
+from actors.controller import HELD_OUT_GROUP, Controller, EvaluatedSet
 from sage_ray.config import Config, ConfigError
 from sage_ray.config_check import num_prompts, validate
 from sage_ray.config_files import check_files
@@ -22,6 +22,7 @@ from sage_ray.progress import Progress
 from sage_ray.report import mean_error, reward_curve, summary_table
 from sage_ray.rewards.videoalign import VideoAlign
 from sage_ray.shapes.world import parse_caption
+from sage_ray.training_schedule import training_schedule
 from sage_ray.types import AXES, Prompt
 from sage_ray.video import write_video
 
@@ -127,7 +128,9 @@ def _run(run: CheckedRun, controller: Controller, progress: Progress) -> None:
 
 def _evaluate(run: CheckedRun, controller: Controller, progress: Progress, step: int) -> dict[str, EvaluatedSet]:
     """Evaluate both prompt sets and write the numbers under `step`."""
-    result, metrics = {}, {}
+    result, metrics, averaged = {}, {}, run.config.optimizer.ema_decay is not None
+    if averaged:
+        controller.publish(average=True)
     for name, prompts, first in zip(SETS, (run.prompts, run.held_out), (0, HELD_OUT_GROUP), strict=True):
         with progress.phase(f"evaluate {name} prompts"):
             chosen = spread(prompts, run.config.evaluation.num_prompts)
@@ -136,6 +139,8 @@ def _evaluate(run: CheckedRun, controller: Controller, progress: Progress, step:
             for label, values in (("total", total), *((axis, axes[:, k]) for k, axis in enumerate(AXES))):
                 metrics[f"evaluation/{name}/{measure}/{label}"] = float(np.nanmean(values))
                 metrics[f"evaluation/{name}/{measure}/{label}_error"] = mean_error(values)
+    if averaged:
+        controller.publish()
     controller.metrics.write(step, metrics)
     return result
 

@@ -14,9 +14,11 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-SDE_TYPES = ("sage_grpo", "dance_grpo", "flow_grpo", "cps", "ode")
+SDE_TYPES = ("sage_grpo", "dance_grpo", "flow_grpo", "cps", "sage_cp", "ode")
 KL_MODES = ("none", "fixed", "stepwise", "moving", "dual_moving")
 DTYPES = ("float32", "bfloat16")
+SETTINGS = {"A": (1.0, 1.0, 1.0), "B": (0.5, 0.5, 1.0)}
+"""reward.setting -> weights of VQ, MQ and TA in the paper's Table 2."""
 
 
 class ConfigError(ValueError):
@@ -36,7 +38,7 @@ class ModelConfig:
 @dataclass
 class SamplingConfig:
     sde_type: str = "sage_grpo"
-    """Transition used in training rollouts: sage_grpo, dance_grpo, flow_grpo, cps (ode serves evaluation only)."""
+    """Transition of training rollouts: sage_grpo, dance_grpo, flow_grpo, cps, sage_cp (ode serves evaluation only)."""
     num_steps: int = 20
     """Denoising steps of one training rollout."""
     eta: float = 0.5
@@ -58,9 +60,17 @@ class SamplingConfig:
     last_step: str = "ode"
     """The last step (sigma_next = 0): "ode" is deterministic and untrained, "sde" is the official run."""
     sde_window_start: int = 0
-    """First stochastic step."""
+    """First step that may be stochastic, and the place where the window begins."""
     sde_window_size: int | None = None
-    """Number of stochastic (and trained) steps, the others are ode; null makes every step stochastic."""
+    """Number of consecutive stochastic steps, the others are ode; null makes every step stochastic."""
+    sde_window_move: str = "none"
+    """How the window moves: none, slide (MixGRPO: by a stride over the iterations) or random (a place per group)."""
+    sde_window_stride: int = 1
+    """Steps that a sliding window moves at once; after the last place it starts again."""
+    sde_window_interval: int = 1
+    """Iterations between two moves of a sliding window."""
+    sde_fraction: float = 1.0
+    """Share of the steps that is stochastic, drawn anew for every group; not together with a window."""
     same_noise_per_group: bool = False
     """Start every video of a group from the same initial noise (DanceGRPO)."""
 
@@ -76,7 +86,10 @@ class DataConfig:
     num_prompts: int | None = None
     """Prompts per iteration; null derives it from batch_size as the official program does."""
     batch_size: int | None = None
-    """Videos per learner data-parallel rank and iteration (official: batch_size)."""
+    """Videos per learner data-parallel rank and rollout (official: batch_size)."""
+    gradient_accumulation_steps: int = 1
+    """Rollouts of batch_size that make one optimizer step. They are one iteration here: under the same weights, a sum
+    over more prompts is the same gradient."""
 
 
 @dataclass
@@ -85,12 +98,14 @@ class RewardConfig:
     """VideoAlign checkpoint directory (model_config.json, checkpoint-*/)."""
     dtype: str = "bfloat16"
     """Weights and compute dtype of the reward model."""
-    weight_vq: float = 0.5
-    """Weight of visual quality in the reward (paper, setting B)."""
-    weight_mq: float = 0.5
-    """Weight of motion quality."""
-    weight_ta: float = 1.0
-    """Weight of text alignment."""
+    setting: str = "B"
+    """Weights of VQ, MQ and TA by the paper's name: A is 1, 1, 1 and B is 0.5, 0.5, 1."""
+    weight_vq: float | None = None
+    """Weight of visual quality in the reward; null takes the setting's."""
+    weight_mq: float | None = None
+    """Weight of motion quality; null takes the setting's."""
+    weight_ta: float | None = None
+    """Weight of text alignment; null takes the setting's."""
     truth: str | None = None
     """Held-out judge that is logged and never trained on: "shapes" in the small world."""
     num_workers: int = 1
@@ -101,8 +116,15 @@ class RewardConfig:
 
 @dataclass
 class AdvantageConfig:
+    combine: str = "reward"
+    """"reward" weighs the axes into one reward and normalises that (SAGE), "axis" normalises every axis in its group
+    and weighs the advantages (DanceGRPO)."""
     eps: float = 1e-6
-    """Added to a group's standard deviation."""
+    """Added to the standard deviation, or its smallest value, as std_rule says."""
+    std_rule: str = "add"
+    """"add" divides by std + eps, "clamp" by max(std, eps)."""
+    global_std: bool = False
+    """Divide by the standard deviation over all groups of the iteration instead of each group's own."""
     clip: float = 5.0
     """Advantages are clipped to [-clip, clip]."""
     min_std: float = 1e-8
@@ -115,19 +137,31 @@ class LossConfig:
     """Ratio clip; 1e-4 belongs to per-dimension mean log-probs over about 1e6 dimensions."""
     equalizer: bool = True
     """Temporal gradient equalizer (eq. 9), official: use_grad_balancing."""
+    equalizer_median: str = "lower"
+    """"lower" of the two middle values, as the official code takes it, or the "true" median, their mean."""
+    equalizer_eps: float = 0.0
+    """Added to a step's gradient scale before dividing by it."""
+    timestep_fraction: float = 1.0
+    """Share of the stochastic steps of a group that is trained."""
+    timestep_permutation: bool = True
+    """Train the steps of a group in random order, so that a fraction is a random one; else the first ones in order."""
     cps_log_prob: str = "normalised"
     """cps log-prob: "normalised" is the Gaussian's, "published" drops normaliser and 1/(2 std^2)."""
     max_disagreement: float | None = None
     """Largest allowed difference of rollout and learner log-prob, nats per dimension; above it the run stops. Null is
     clip_range / 10 in float32; in bfloat16 the difference is logged and nothing stops."""
     num_updates: int = 1
-    """Optimizer steps per iteration; groups are split evenly over them in order."""
+    """Optimizer steps per pass over an iteration's groups, which are split evenly over them in order."""
+    num_epochs: int = 1
+    """Passes over an iteration's groups; ratios stay relative to the policy that sampled them."""
 
 
 @dataclass
 class KLConfig:
     mode: str = "dual_moving"
     """none, fixed, stepwise, moving or dual_moving."""
+    schedule: str = "feedback"
+    """lambda over optimizer steps: fixed (= weight), two_stage (warm-up, then weight) or feedback (eq. 41, 42)."""
     weight: float = 1e-5
     """Largest lambda and feedback target D_target (official: kl_weight)."""
     coef: float = 1e-7
@@ -145,14 +179,29 @@ class KLConfig:
     step_weight: float = 0.1
     """Weight of the KL to the previous step (official: dual_kl_step_weight)."""
     previous: str = "last_step"
-    """The held previous policy: "last_step" (before the last optimizer step) or "iteration_start"."""
+    """The previous step's term: the Gaussian KL to a held policy, "last_step" (before the last optimizer step) or
+    "iteration_start"; or "rollout", the official mean(old_log_prob - log_prob) (eq. 15), which does not damp."""
+    share_interval: int = 10
+    """Optimizer steps between measurements of the KL's share of the gradient norm (one more pass each); 0 never."""
 
 
 @dataclass
 class OptimizerConfig:
+    name: str = "muon"
+    """muon (matrices; everything else by AdamW) or adamw."""
     learning_rate: float = 1e-5
-    """Constant learning rate."""
-    beta1: float = 0.9
+    """Peak learning rate."""
+    schedule: str = "constant"
+    """constant or cosine, after the warm-up."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
+    min_factor: float = 0.0
+    """Share of the learning rate at the end of a cosine schedule."""
+    momentum: float = 0.95
+    """Muon's momentum."""
+    muon_dtype: str = "bfloat16"
+    """dtype of Muon's Newton-Schulz iteration."""
+    beta1: float = 0.95
     """AdamW first moment decay."""
     beta2: float = 0.95
     """AdamW second moment decay."""
@@ -162,6 +211,20 @@ class OptimizerConfig:
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
     """Global gradient norm clip."""
+    ema_decay: float | None = None
+    """Decay of a moving average of the weights, one step per optimizer step, that evaluation uses; null keeps none."""
+
+
+@dataclass
+class LoraConfig:
+    rank: int = 0
+    """Rank of the adapters that are trained instead of the weights; 0 trains the weights."""
+    alpha: float = 16.0
+    """Adapters count alpha / rank."""
+    targets: list[str] | None = None
+    """Linear layers by name or by the end of their name; null takes every one of the transformer blocks."""
+    path: str | None = None
+    """Folder with pytorch_lora_weights.safetensors to start from."""
 
 
 @dataclass
@@ -232,6 +295,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -266,3 +330,15 @@ def type_words(kind: Any) -> str:
     if typing.get_origin(kind) is list:
         return f"list of {type_words(typing.get_args(kind)[0])}"
     return "null" if kind is type(None) else kind.__name__
+
+
+def axis_weights(reward: RewardConfig) -> tuple[float, float, float]:
+    """Weights of VQ, MQ and TA: the setting's, where none is given."""
+    given = (reward.weight_vq, reward.weight_mq, reward.weight_ta)
+    named = SETTINGS[reward.setting]
+    return tuple(n if g is None else g for g, n in zip(given, named, strict=True))  # type: ignore[return-value]
+
+
+def total_optimizer_steps(config: Config) -> int:
+    """Optimizer steps of the whole run when every iteration trains."""
+    return config.num_iterations * config.loss.num_updates * config.loss.num_epochs

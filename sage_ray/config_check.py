@@ -6,7 +6,19 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from sage_ray.config import DTYPES, KL_MODES, SDE_TYPES, Config, ConfigError, dotted_keys, value_at
+from sage_ray.config import (
+    DTYPES,
+    KL_MODES,
+    SDE_TYPES,
+    SETTINGS,
+    Config,
+    ConfigError,
+    SamplingConfig,
+    axis_weights,
+    dotted_keys,
+    total_optimizer_steps,
+    value_at,
+)
 
 
 class Broken(NamedTuple):
@@ -21,7 +33,16 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "sampling.last_step": ("ode", "sde"),
     "kl.mode": KL_MODES,
     "kl.direction": ("paper", "ppo"),
-    "kl.previous": ("last_step", "iteration_start"),
+    "kl.previous": ("last_step", "iteration_start", "rollout"),
+    "kl.schedule": ("fixed", "two_stage", "feedback"),
+    "sampling.sde_window_move": ("none", "slide", "random"),
+    "reward.setting": tuple(SETTINGS),
+    "advantage.combine": ("reward", "axis"),
+    "advantage.std_rule": ("add", "clamp"),
+    "loss.equalizer_median": ("lower", "true"),
+    "optimizer.name": ("muon", "adamw"),
+    "optimizer.schedule": ("constant", "cosine"),
+    "optimizer.muon_dtype": DTYPES,
     "loss.cps_log_prob": ("normalised", "published"),
     "model.dtype": DTYPES,
     "reward.dtype": DTYPES,
@@ -33,8 +54,11 @@ AT_LEAST: dict[str, float] = {
     "seed": 0, "num_iterations": 1, "save_interval": 1,
     "sampling.num_steps": 1, "sampling.height": 1, "sampling.width": 1, "sampling.num_frames": 1,
     "sampling.guidance_scale": 1, "sampling.sde_window_start": 0, "sampling.sde_window_size": 1,
-    "data.group_size": 2, "data.num_prompts": 1, "data.batch_size": 1,
-    "reward.num_workers": 1, "advantage.min_std": 0, "loss.num_updates": 1,
+    "sampling.sde_window_stride": 1, "sampling.sde_window_interval": 1,
+    "data.group_size": 2, "data.num_prompts": 1, "data.batch_size": 1, "data.gradient_accumulation_steps": 1,
+    "reward.num_workers": 1, "advantage.min_std": 0, "loss.num_updates": 1, "loss.num_epochs": 1,
+    "loss.equalizer_eps": 0, "kl.share_interval": 0, "lora.rank": 0,
+    "optimizer.warmup_steps": 0, "optimizer.min_factor": 0,
     "kl.coef": 0, "kl.min_coef": 0, "kl.moving_weight": 0, "kl.step_weight": 0,
     "kl.warmup_steps": 0, "kl.anchor_interval": 1, "optimizer.weight_decay": 0,
     "learner.num_ranks": 1, "learner.sp_size": 1,
@@ -45,11 +69,14 @@ AT_LEAST: dict[str, float] = {
 
 POSITIVE = (
     "sampling.shift", "sampling.fps", "reward.timeout_s", "advantage.eps", "advantage.clip", "loss.clip_range",
-    "optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm",
+    "optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm", "lora.alpha",
+    "sampling.sde_fraction", "loss.timestep_fraction",
     "learner.timeout_s", "rollout.timeout_s", "cluster.start_timeout_s",
 )  # fmt: skip
 
-BELOW_ONE = ("loss.clip_range", "optimizer.beta1", "optimizer.beta2")
+BELOW_ONE = ("loss.clip_range", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "optimizer.ema_decay")
+
+AT_MOST_ONE = ("sampling.sde_fraction", "loss.timestep_fraction", "optimizer.min_factor")
 
 NOT_EMPTY = ("output_dir", "model.path", "reward.path", "data.prompts")
 
@@ -60,21 +87,23 @@ def validate(config: Config) -> None:
     Raises:
         ConfigError: names key, value and rule.
     """
-    for rules in (_single_values, _sampling, _kl_and_reward, _parallel, _prompts):
+    for rules in (_single_values, _sampling, _kl_and_reward, _optimizer, _parallel, _prompts):
         for broken in rules(config):
             raise ConfigError(f"{broken.key}={value_at(config, broken.key)!r}: {broken.rule}")
 
 
 def num_prompts(config: Config) -> int:
-    """Prompts per iteration: data.num_prompts, or batch_size * dp / group_size as the official program has it."""
-    if config.data.num_prompts is not None:
-        return config.data.num_prompts
-    if config.data.batch_size is None:
+    """Prompts per iteration: data.num_prompts, or batch_size * dp * gradient_accumulation_steps / group_size as the
+    official program has it."""
+    data = config.data
+    if data.num_prompts is not None:
+        return data.num_prompts
+    if data.batch_size is None:
         raise ConfigError("data.num_prompts=None: exactly one of data.num_prompts and data.batch_size must be set")
-    return config.data.batch_size * _dp(config) // config.data.group_size
+    return data.batch_size * dp_degree(config) // data.group_size * data.gradient_accumulation_steps
 
 
-def _dp(config: Config) -> int:
+def dp_degree(config: Config) -> int:
     """Data-parallel degree of the learner."""
     return config.learner.num_ranks // config.learner.sp_size
 
@@ -94,6 +123,7 @@ def _single_values(config: Config) -> Iterator[Broken]:
         yield Broken(key, f"must be at least {AT_LEAST[key]}")
     yield from (Broken(key, "must be greater than 0") for key in numbers(POSITIVE, lambda v, _: v > 0))
     yield from (Broken(key, "must be in [0, 1)") for key in numbers(BELOW_ONE, lambda v, _: 0 <= v < 1))
+    yield from (Broken(key, "must be at most 1") for key in numbers(AT_MOST_ONE, lambda v, _: v <= 1))
     yield from (Broken(key, "must not be empty") for key in NOT_EMPTY if not value_at(config, key))
     for key in ("seed", "evaluation.seed"):
         if value_at(config, key) >= 2**31:
@@ -113,14 +143,25 @@ def _sampling(config: Config) -> Iterator[Broken]:
             "sampling.eta",
             f"training with sde_type={sampling.sde_type} needs eta > 0: without noise a step has no log-prob",
         )
+    if 0 < sampling.eta < 1e-3:
+        yield Broken("sampling.eta", "must be at least 0.001: below it float32 log-probs lose every digit")
     if sampling.sde_type == "cps" and sampling.eta > 1:
         yield Broken("sampling.eta", "sde_type=cps needs eta <= 1: its sine folds back above 1")
     if not 0.1 <= sampling.fps <= 1000:
         yield Broken("sampling.fps", "must be in [0.1, 1000], what a video file can hold")
+    yield from _window(sampling)
+
+
+def _window(sampling: SamplingConfig) -> Iterator[Broken]:
+    """Which steps are stochastic."""
     start, size, steps = sampling.sde_window_start, sampling.sde_window_size, sampling.num_steps
     stochastic_end = steps - 1 if sampling.last_step == "ode" else steps
     if size is None and start != 0:
         yield Broken("sampling.sde_window_start", "needs sde_window_size; without it every step is stochastic")
+    if size is None and sampling.sde_window_move != "none":
+        yield Broken("sampling.sde_window_move", "needs sde_window_size; without it every step is stochastic")
+    if size is not None and sampling.sde_fraction != 1:
+        yield Broken("sampling.sde_fraction", "must be 1 with sde_window_size: one of the two chooses the steps")
     if size is not None and start + size > steps:
         yield Broken(
             "sampling.sde_window_size", f"sde_window_start={start} + sde_window_size must be at most num_steps={steps}"
@@ -142,10 +183,22 @@ def _kl_and_reward(config: Config) -> Iterator[Broken]:
         for key in ("kl.coef", "kl.min_coef"):
             if value_at(config, key) > kl.weight:
                 yield Broken(key, f"must be at most kl.weight={kl.weight}, the largest lambda")
-    if reward.weight_vq == reward.weight_mq == reward.weight_ta == 0:
+    if not any(axis_weights(reward)):
         yield Broken("reward.weight_ta", "weight_vq, weight_mq and weight_ta must not all be 0")
     if config.evaluation.num_prompts > 0 and not config.data.held_out_prompts:
         yield Broken("data.held_out_prompts", "must not be empty while evaluation.num_prompts is greater than 0")
+
+
+def _optimizer(config: Config) -> Iterator[Broken]:
+    steps = total_optimizer_steps(config)
+    if config.optimizer.warmup_steps > steps:
+        yield Broken("optimizer.warmup_steps", f"must be at most the {steps} optimizer steps of the run")
+    if config.lora.rank == 0:
+        for key in ("lora.targets", "lora.path"):
+            if value_at(config, key) is not None:
+                yield Broken(key, "needs lora.rank of at least 1; rank 0 trains all weights")
+    if config.lora.targets is not None and not config.lora.targets:
+        yield Broken("lora.targets", "must not be empty; null takes every linear layer of the blocks")
 
 
 def _parallel(config: Config) -> Iterator[Broken]:
@@ -159,7 +212,7 @@ def _parallel(config: Config) -> Iterator[Broken]:
 
 def _prompts(config: Config) -> Iterator[Broken]:
     """The number of prompts per iteration, in the official program's words too."""
-    data, dp = config.data, _dp(config)
+    data, dp = config.data, dp_degree(config)
     if (data.num_prompts is None) == (data.batch_size is None):
         yield Broken(
             "data.num_prompts",
@@ -171,6 +224,10 @@ def _prompts(config: Config) -> Iterator[Broken]:
             f"(batch_size * dp) % num_generations must be 0: batch_size={data.batch_size} "
             f"videos on each of dp={dp} data-parallel ranks do not fill groups of "
             f"data.group_size (num_generations) = {data.group_size}",
+        )
+    if data.batch_size is None and data.gradient_accumulation_steps > 1:
+        yield Broken(
+            "data.gradient_accumulation_steps", "needs data.batch_size; data.num_prompts counts the whole iteration"
         )
     if num_prompts(config) % config.loss.num_updates:
         yield Broken("loss.num_updates", f"must divide the {num_prompts(config)} prompts of an iteration")

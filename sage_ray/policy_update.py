@@ -7,8 +7,8 @@ sums are divided by global counts, so the number of ranks changes nothing but ro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -16,16 +16,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from sage_ray.config import KLConfig, LossConfig, OptimizerConfig
 from sage_ray.equalizer import equalizer_scales
+from sage_ray.group_batch import GroupBatch, ReplayRules, Row, rows_of
 from sage_ray.loss import policy_loss
-from sage_ray.models.hunyuan_video import PackedVelocity, condition_tensors, guided_velocity
+from sage_ray.models.hunyuan_video import TORCH_DTYPES, PackedVelocity, condition_tensors, guided_velocity
+from sage_ray.optim import build_optimizer, learning_rate_factor, set_learning_rate
 from sage_ray.parallel import local_shards, max_over_ranks, reshard, sum_over_ranks
 from sage_ray.references import ReferenceBank
 from sage_ray.sampler import replay
-from sage_ray.transition import Coefficients, coefficients, gaussian_kl
+from sage_ray.transition import coefficients, gaussian_kl
 from sage_ray.trust_region import KL_TERMS, KLController, anchor_moves_at
-from sage_ray.types import Trajectory
 
 SUMS = ("loss", "kl_anchor", "kl_previous", "kl", "clipped", "ratio", "pairs")
+AVERAGE = "average"
 
 
 class NonFiniteError(FloatingPointError):
@@ -36,35 +38,12 @@ class DisagreementError(RuntimeError):
     """Rollout and learner score the same step differently by more than loss.max_disagreement."""
 
 
-@dataclass(frozen=True)
-class GroupBatch:
-    """One group to learn from. advantages, weights: float32 [G]; weight 0 rows run and count for nothing."""
-
-    trajectory: Trajectory
-    advantages: np.ndarray
-    weights: np.ndarray
-
-
-@dataclass
-class Row:
-    """One (group, step) micro-batch on the device; references: name -> velocity [G, ...]."""
-
-    group: GroupBatch
-    coefs: Coefficients
-    step: int
-    latents: torch.Tensor
-    latents_next: torch.Tensor
-    rollout_log_prob: torch.Tensor
-    old_log_prob: torch.Tensor | None
-    references: dict[str, torch.Tensor]
-
-
 class PolicyUpdate:
     """Policy, optimizer, references and KL controller of one rank.
 
     Args:
-        model: PackedVelocity with float32 weights, plain or sharded. guidance_scale: that of the rollout.
-        last_step: sampling.last_step of the rollout.
+        model: PackedVelocity with float32 master weights, plain or sharded; what requires a gradient is trained.
+        rules: how the rollout was made. total_steps: optimizer steps of the whole run, for the learning rate.
     """
 
     def __init__(
@@ -73,20 +52,23 @@ class PolicyUpdate:
         loss: LossConfig,
         kl: KLConfig,
         optimizer: OptimizerConfig,
-        guidance_scale: float,
-        last_step: str = "ode",
+        rules: ReplayRules,
+        total_steps: int,
     ):
-        self.model, self.loss, self.kl = model, loss, kl
-        self.guidance_scale, self.last_step = guidance_scale, last_step
+        self.model, self.loss, self.kl, self.settings, self.rules = model, loss, kl, optimizer, rules
+        self.total_steps = total_steps
         self.device = next(model.parameters()).device
         self.trainable = [p for p in model.parameters() if p.requires_grad]
-        self.max_grad_norm = optimizer.max_grad_norm
-        self.optimizer = torch.optim.AdamW(
-            self.trainable,
-            lr=optimizer.learning_rate,
-            betas=(optimizer.beta1, optimizer.beta2),
+        self.optimizer = build_optimizer(
+            model.named_parameters(),
+            name=optimizer.name,
+            learning_rate=optimizer.learning_rate,
+            beta1=optimizer.beta1,
+            beta2=optimizer.beta2,
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
+            momentum=optimizer.momentum,
+            ns_dtype=TORCH_DTYPES[optimizer.muon_dtype],
         )
         self.version = 0
         self.terms = KL_TERMS[kl.mode]
@@ -96,11 +78,22 @@ class PolicyUpdate:
             smallest=kl.min_coef,
             warmup_steps=kl.warmup_steps,
             direction=kl.direction,
+            schedule=kl.schedule,
         )
         self.bank = ReferenceBank(model, model.dtype)
-        for name, needed in (("anchor", self.terms.anchor), ("previous", self.terms.previous)):
-            if needed:
-                self.bank.snapshot(name)
+        holds_previous = self.terms.previous and kl.previous != "rollout"
+        self.held = [n for n, needed in (("anchor", self.terms.anchor), ("previous", holds_previous)) if needed]
+        for name in self.held:
+            self.bank.snapshot(name)
+        self.averages = ReferenceBank(model, torch.float32)
+        if optimizer.ema_decay is not None:
+            self.averages.snapshot(AVERAGE)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """The live module holds the moving average of its weights inside; KeyError when none is kept."""
+        with self.averages.use(AVERAGE):
+            yield
 
     def update(
         self, groups: Sequence[Sequence[GroupBatch]], num_pairs: Sequence[float], world_size: int = 1
@@ -108,7 +101,7 @@ class PolicyUpdate:
         """Take one optimizer step per entry of `groups` (this rank's share of each).
 
         Args:
-            groups: this rank's groups for every optimizer step, in order.
+            groups: this rank's groups for every optimizer step, in order; later epochs repeat them.
             num_pairs: global number of weighted (sample, trained step) pairs of every optimizer step.
         Returns: metrics, the same on every rank, averaged over the optimizer steps.
         Raises: NonFiniteError, DisagreementError.
@@ -121,78 +114,74 @@ class PolicyUpdate:
             self._optimizer_step(batch, pairs, world_size, first=index == 0)
             for index, (batch, pairs) in enumerate(zip(groups, num_pairs, strict=True))
         ]
-        return {key: float(np.mean([m[key] for m in metrics])) for key in metrics[0]}
+        keys = {key: None for m in metrics for key in m}
+        return {key: float(np.mean([m[key] for m in metrics if key in m])) for key in keys}
 
     def _optimizer_step(
         self, batch: Sequence[GroupBatch], num_pairs: float, world_size: int, first: bool
     ) -> dict[str, float]:
         if num_pairs == 0:
-            return self._report(torch.zeros(len(SUMS)), torch.zeros(1), 0.0, stepped=0.0)
-        rows = [row for group in batch for row in self._rows(group)]
+            return self._report(torch.zeros(len(SUMS)), torch.zeros(1), {}, stepped=0.0)
+        rows = [row for group in batch for row in rows_of(group, self.rules.last_step, self.device)]
         self._reference_passes(rows, first)
-        sums, disagreement = torch.zeros(len(SUMS), device=self.device), torch.zeros(1, device=self.device)
         self.optimizer.zero_grad(set_to_none=True)
+        norms = {}
+        if self._measures_share():
+            self._accumulate(rows, num_pairs, world_size, policy=False)
+            norms["kl"] = _norm(self.trainable)
+            sums, disagreement = self._accumulate(rows, num_pairs, world_size, kl=False)
+        else:
+            sums, disagreement = self._accumulate(rows, num_pairs, world_size)
+        self._check_agreement(float(disagreement))
+        norms["total"] = self._step(float(sums[SUMS.index("loss")]))
+        self.controller.tick(float(sums[SUMS.index("kl")]))
+        return self._report(sums, disagreement, norms, stepped=1.0)
+
+    def _measures_share(self) -> bool:
+        """Whether the KL's own gradient is measured at this step: its backward runs first, the policy's adds to it."""
+        has_terms, interval = self.terms.anchor or self.terms.previous, self.kl.share_interval
+        return bool(has_terms and interval and self.version % interval == 0)
+
+    def _accumulate(
+        self, rows: list[Row], num_pairs: float, world_size: int, policy: bool = True, kl: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the gradient of the chosen parts to .grad; (sums [len(SUMS)], largest disagreement [1]) of all ranks.
+
+        The sums are those of the whole loss, whatever is chosen.
+        """
+        sums, disagreement = torch.zeros(len(SUMS), device=self.device), torch.zeros(1, device=self.device)
         for index, row in enumerate(rows):
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(index == len(rows) - 1)
-            loss, row_sums, delta = self._row_loss(row, num_pairs)
-            (loss * world_size).backward()
+            policy_part, kl_part, row_sums, delta = self._row_loss(row, num_pairs)
+            parts = [part for part, chosen in ((policy_part, policy), (kl_part, kl)) if chosen]
+            (sum(parts[1:], parts[0]) * world_size).backward()
             sums += row_sums
             disagreement = torch.maximum(disagreement, delta)
-        sums, disagreement = sum_over_ranks(sums), max_over_ranks(disagreement)
-        self._check_agreement(float(disagreement))
-        grad_norm = self._step(float(sums[SUMS.index("loss")]))
-        self.controller.tick(float(sums[SUMS.index("kl")]))
-        return self._report(sums, disagreement, grad_norm, stepped=1.0)
-
-    def _rows(self, group: GroupBatch) -> list[Row]:
-        """The (group, step) micro-batches of one group, on the device."""
-        t = group.trajectory
-        coefs = coefficients(
-            t.sde_type, t.sigmas, t.eta, last_step=self.last_step, sde_steps=tuple(int(k) for k in t.sde_steps)
-        )
-        position = {int(state): i for i, state in enumerate(t.states)}
-        latents = torch.from_numpy(np.array(t.latents)).to(self.device)
-        # A video that left its group may be broken; its row still runs, so it must not spread NaN to the weights.
-        latents[torch.from_numpy(np.array(group.weights) == 0)] = 0.0
-        log_probs = torch.from_numpy(np.array(t.log_probs)).to(self.device)
-        return [
-            Row(
-                group=group,
-                coefs=coefs,
-                step=int(step),
-                latents=latents[:, position[int(step)]],
-                latents_next=latents[:, position[int(step) + 1]],
-                rollout_log_prob=log_probs[:, k],
-                old_log_prob=None,
-                references={},
-            )
-            for k, step in enumerate(t.sde_steps)
-        ]
-
-    def _velocity(self, trajectory: Trajectory):
-        """velocity(latents, sigma) under the live weights, guided as in the rollout."""
-        condition = condition_tensors(trajectory.condition, self.device)
-        negative = None if trajectory.negative is None else condition_tensors(trajectory.negative, self.device)
-        return lambda latents, sigma: guided_velocity(
-            self.model, latents, sigma, condition, negative, self.guidance_scale
-        )
+        return sum_over_ranks(sums), max_over_ranks(disagreement)
 
     def _replay(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-prob [G], velocity) of a row under the live weights, guided as in the rollout."""
+        t, scale = row.group.trajectory, self.rules.guidance_scale
+        condition = condition_tensors(t.condition, self.device)
+        negative = None if t.negative is None else condition_tensors(t.negative, self.device)
         return replay(
-            self._velocity(row.group.trajectory),
+            lambda latents, sigma: guided_velocity(self.model, latents, sigma, condition, negative, scale),
             row.coefs,
             row.step,
             row.latents,
             row.latents_next,
-            published_cps=self.loss.cps_log_prob == "published",
+            published_cps=self._published,
         )
+
+    @property
+    def _published(self) -> bool:
+        return self.loss.cps_log_prob == "published"
 
     @torch.no_grad()
     def _reference_passes(self, rows: list[Row], first: bool) -> None:
         """Velocities under anchor and previous step, and old log-probs once the policy has moved since sampling."""
-        names = [n for n, needed in (("anchor", self.terms.anchor), ("previous", self.terms.previous)) if needed]
-        for name in names:
+        for name in self.held:
             with self.bank.use(name):
                 for row in rows:
                     row.references[name] = self._replay(row)[1]
@@ -202,8 +191,8 @@ class PolicyUpdate:
                     row.old_log_prob = self._replay(row)[0]
         reshard(self.model)
 
-    def _row_loss(self, row: Row, num_pairs: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(loss share of this row, SUMS shares, |rollout - learner| log-prob of a row sampled by these weights)."""
+    def _row_loss(self, row: Row, num_pairs: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(policy part, KL part, SUMS shares, |rollout - learner| log-prob of a row sampled by these weights)."""
         log_prob, velocity = self._replay(row)
         weights = torch.from_numpy(np.array(row.group.weights)).to(self.device)
         advantages = torch.from_numpy(np.array(row.group.advantages)).to(self.device)
@@ -216,29 +205,30 @@ class PolicyUpdate:
             name: (gaussian_kl(row.coefs, row.step, velocity, row.references[name]) * weights).sum() / num_pairs
             for name in row.references
         }
+        if self.terms.previous and self.kl.previous == "rollout":
+            terms["previous"] = ((old - log_prob) * weights).sum() / num_pairs
         anchor, previous = terms.get("anchor", zero), terms.get("previous", zero)
         kl = self.kl.moving_weight * anchor + self.kl.step_weight * previous
-        loss = policy.sum / num_pairs + self.controller.value * kl
-        sums = torch.stack(
-            [
-                loss.detach(),
-                anchor.detach(),
-                previous.detach(),
-                kl.detach(),
-                policy.num_clipped.float(),
-                (policy.ratio * weights).sum(),
-                weights.sum(),
-            ]
-        )
+        policy_part, kl_part = policy.sum / num_pairs, self.controller.value * kl
+        shares = (policy_part + kl_part, anchor, previous, kl, policy.num_clipped.float())
+        sums = torch.stack([*(s.detach() for s in shares), (policy.ratio * weights).sum(), weights.sum()])
         delta = torch.where(weights > 0, (old - row.rollout_log_prob).abs(), zero).max().reshape(1)
-        return loss, sums, delta
+        return policy_part, kl_part, sums, delta
 
     def _scale(self, row: Row) -> float:
-        """S_t of the row's step from all stochastic steps of its schedule; 1 without equalizer."""
+        """S_t of the row's step, from all steps that may be stochastic in the run; 1 without equalizer."""
         if not self.loss.equalizer:
             return 1.0
-        published = self.loss.cps_log_prob == "published"
-        return float(equalizer_scales(row.coefs.gradient_scale(published_cps=published))[row.step])
+        coefs, t = row.coefs, row.group.trajectory
+        if self.rules.schedule_steps is not None:
+            steps = self.rules.schedule_steps
+            coefs = coefficients(t.sde_type, t.sigmas, t.eta, last_step=self.rules.last_step, sde_steps=steps)
+        scales = equalizer_scales(
+            coefs.gradient_scale(published_cps=self._published),
+            median=self.loss.equalizer_median,
+            eps=self.loss.equalizer_eps,
+        )
+        return float(scales[row.step])
 
     def _check_agreement(self, disagreement: float) -> None:
         allowed = self.loss.max_disagreement
@@ -254,8 +244,8 @@ class PolicyUpdate:
             )
 
     def _step(self, loss: float) -> float:
-        """Clip, check, keep the previous step, step, move the anchor. Returns the gradient norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.trainable, self.max_grad_norm)
+        """Clip, check, keep the previous step, step, move the references. Returns the gradient norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self.trainable, self.settings.max_grad_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.optimizer.zero_grad(set_to_none=True)
@@ -263,18 +253,35 @@ class PolicyUpdate:
         if self.terms.previous and self.kl.previous == "last_step":
             self.bank.snapshot("previous")
         reshard(self.model)
+        set_learning_rate(self.optimizer, self.learning_rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
         if self.terms.moves and anchor_moves_at(self.version, self.kl.anchor_interval):
             self.bank.snapshot("anchor")
+        if self.settings.ema_decay is not None:
+            self.averages.blend(AVERAGE, 1 - self.settings.ema_decay)
         return grad_norm
 
+    @property
+    def learning_rate(self) -> float:
+        """Of the next optimizer step."""
+        factor = learning_rate_factor(
+            self.version,
+            schedule=self.settings.schedule,
+            warmup_steps=self.settings.warmup_steps,
+            total_steps=self.total_steps,
+            floor=self.settings.min_factor,
+        )
+        return self.settings.learning_rate * factor
+
     def _report(
-        self, sums: torch.Tensor, disagreement: torch.Tensor, grad_norm: float, stepped: float
+        self, sums: torch.Tensor, disagreement: torch.Tensor, norms: dict[str, float], stepped: float
     ) -> dict[str, float]:
         values = dict(zip(SUMS, sums.tolist(), strict=True))
         pairs = max(values["pairs"], 1.0)
+        total = norms.get("total", 0.0)
+        share = {"kl/gradient_share": norms["kl"] / total if total else 0.0} if "kl" in norms else {}
         return {
             "loss/total": values["loss"],
             "loss/ratio_mean": values["ratio"] / pairs,
@@ -282,31 +289,18 @@ class PolicyUpdate:
             "kl/anchor": values["kl_anchor"],
             "kl/previous": values["kl_previous"],
             "kl/lambda": self.controller.value,
-            "learner/grad_norm": grad_norm,
+            **share,
+            "learner/grad_norm": total,
+            "learner/learning_rate": self.optimizer.param_groups[0]["lr"],
             "learner/stepped": stepped,
             "agreement/max_abs": float(disagreement),
         }
 
 
-def count_pairs(weights_PG: np.ndarray, num_updates: int, num_trained_steps: int) -> list[float]:
-    """Global number of weighted (sample, trained step) pairs of every optimizer step; weights_PG: [P, G]."""
-    return [float(share.sum() * num_trained_steps) for share in np.split(weights_PG, num_updates)]
-
-
-def split_groups(num_groups: int, num_updates: int, world_size: int) -> list[list[list[int]]]:
-    """Which groups each rank takes in each optimizer step: [update][rank] -> group numbers.
-
-    Groups are taken in order, update by update, then round-robin over ranks. A rank that would get fewer repeats
-    group numbers marked as -(group + 1): it runs them with weight 0, so that all ranks make the same collective calls.
-    """
-    per_update = num_groups // num_updates
-    plan = []
-    for update in range(num_updates):
-        members = list(range(update * per_update, (update + 1) * per_update))
-        shares = [members[rank::world_size] for rank in range(world_size)]
-        longest = max(len(share) for share in shares)
-        plan.append([share + [-(members[0] + 1)] * (longest - len(share)) for share in shares])
-    return plan
+def _norm(parameters: Sequence[torch.Tensor]) -> float:
+    """Global norm of the gradients, over all ranks."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 @torch.no_grad()

@@ -35,6 +35,13 @@ class ReferenceBank:
             else:
                 copies[key] = shard.detach().to(self.dtype, copy=True)
 
+    @torch.no_grad()
+    def blend(self, name: str, weight: float) -> None:
+        """Move reference `name` towards the live weights: copy <- copy + weight (live - copy)."""
+        copies = self._copies[name]
+        for key, shard in local_shards(self.model).items():
+            copies[key].lerp_(shard.to(self.dtype), weight)
+
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
         """Run the live module with the weights of reference `name`; raises KeyError for an unknown name."""

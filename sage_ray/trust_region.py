@@ -34,26 +34,49 @@ def anchor_moves_at(version: int, interval: int) -> bool:
     return version > 0 and version % interval == 0
 
 
-class KLController:
-    """lambda_KL (eq. 41, 42): linear warm-up over optimizer steps, then feedback on the mean of the last KL values.
+SCHEDULES = ("fixed", "two_stage", "feedback")
+"""The lambda schedules that Figure 7 compares."""
 
-    Direction "paper": more KL weakens lambda (as paper and official code say); "ppo" is the reverse.
+
+class KLController:
+    """lambda_KL over optimizer steps.
+
+    "fixed" is `largest` throughout; "two_stage" rises linearly from `start` to `largest` in `warmup_steps` and stays;
+    "feedback" does the same and then follows the mean of the last KL values (eq. 41, 42): above 1.5 target and below
+    0.5 target, target = `largest`, it moves by a tenth. Direction "paper": more KL weakens lambda (as paper and
+    official code say); "ppo" is the reverse.
     """
 
-    def __init__(self, *, start: float, largest: float, smallest: float, warmup_steps: int, direction: str):
+    def __init__(
+        self,
+        *,
+        start: float,
+        largest: float,
+        smallest: float,
+        warmup_steps: int,
+        direction: str,
+        schedule: str = "feedback",
+    ):
         if direction not in ("paper", "ppo"):
             raise ValueError(f"direction: {direction!r} must be paper or ppo")
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule: {schedule!r} must be one of {', '.join(SCHEDULES)}")
         self.start, self.largest, self.smallest = start, largest, smallest
-        self.warmup_steps, self.direction = warmup_steps, direction
-        self.value, self.num_steps = start, 0
+        self.warmup_steps, self.direction, self.schedule = warmup_steps, direction, schedule
+        self.value, self.num_steps = largest if schedule == "fixed" else start, 0
         self._recent: deque[float] = deque(maxlen=WINDOW)
 
     def tick(self, kl: float) -> float:
         """Count one optimizer step with its weighted L_KL (nats per dimension, mean over all ranks); new lambda."""
         self.num_steps += 1
         self._recent.append(kl)
+        if self.schedule == "fixed":
+            return self.value
         if self.num_steps <= self.warmup_steps:
             self.value = self.start + (self.largest - self.start) * self.num_steps / self.warmup_steps
+            return self.value
+        if self.schedule == "two_stage":
+            self.value = self.largest
             return self.value
         average = sum(self._recent) / len(self._recent)
         weaker, stronger = (0.9, 1.1) if self.direction == "paper" else (1.1, 0.9)

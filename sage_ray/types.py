@@ -47,6 +47,7 @@ class GroupRequest:
     sde_type: str
     eta: float
     sde_steps: tuple[int, ...]
+    trained_steps: tuple[int, ...] = ()
     evaluation: bool = False
 
 
@@ -55,8 +56,9 @@ class Trajectory:
     """What the learner replays of one group.
 
     latents: float32 [G, S, C, F, H, W], the stored states; states: int [S], their position on the sigma grid
-    (0 is pure noise); sde_steps: int [K], each step k goes from state k to k + 1; log_probs: float32 [G, K], the
-    rollout's own, per-dimension mean in nats; sigmas: float64 [N + 1], the grid the worker used.
+    (0 is pure noise); sde_steps: every stochastic step; trained_steps: int [K], those that are trained, in order, each
+    step k goes from state k to k + 1; log_probs: float32 [G, K], the rollout's own, per-dimension mean in nats;
+    sigmas: float64 [N + 1], the grid the worker used.
     """
 
     step: int
@@ -67,6 +69,7 @@ class Trajectory:
     eta: float
     sigmas: np.ndarray
     sde_steps: np.ndarray
+    trained_steps: np.ndarray
     states: np.ndarray
     latents: np.ndarray
     log_probs: np.ndarray

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PURE = (
     *("types", "config", "schedule", "noise", "transition", "sampler", "equalizer"),
-    *("advantage", "loss", "trust_region"),
+    *("advantage", "loss", "trust_region", "step_plan", "marginals"),
 )
 EDGES = ("models", "rewards", "data")
 

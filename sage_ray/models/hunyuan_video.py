@@ -53,7 +53,8 @@ class PackedAttention:
         )
         joint = joint.transpose(1, 2).flatten(2)
         video, text = joint.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], 1)
-        return attn.to_out[0](video), attn.to_add_out(text)
+        # On a slice torch picks another kernel for a frozen weight (rollout) than for a trained one (learner).
+        return attn.to_out[0](video.contiguous()), attn.to_add_out(text.contiguous())
 
 
 class PackedVelocity(nn.Module):
@@ -121,7 +122,8 @@ class PackedVelocity(nn.Module):
         context = context + model.cond_type_embed.weight[0]
         # Run on empty text too: a rank whose prompts hold no quoted text must reduce the same gradients as the others.
         glyphs = model.context_embedder_2(byt5.to(self.dtype)) + model.cond_type_embed.weight[1]
-        return torch.cat([glyphs, context], 1)
+        rows = max(len(glyphs), len(context))
+        return torch.cat([glyphs.expand(rows, -1, -1), context.expand(rows, -1, -1)], 1)
 
     def _unpatch(self, tokens: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
         """Tokens [B, S, patch * C] back to [B, C, F, H, W]."""

@@ -24,9 +24,9 @@ from sage_ray.shapes.truth import judge
 from sage_ray.shapes.world import SPECS, VALUES, Defects, caption, is_held_out, render
 
 TRAIN_SPECS = [spec for spec in SPECS if not is_held_out(spec)]
-WRONG_CAPTION = (0.05, 0.03, 0.08, 0.14, 0.08, 0.0)
+WRONG_CAPTION = (0.03, 0.02, 0.05, 0.10, 0.05, 0.0)
 """Chance that the caption is wrong in size, colour, shape, direction, speed, background."""
-WRONG_TRIANGLE = 0.12
+WRONG_TRIANGLE = 0.08
 """Additional chance that a triangle's caption names another shape."""
 
 
@@ -74,7 +74,7 @@ class Timer:
     """Cosine learning rate over a time budget, so that the same command serves a slow and a fast machine."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, minutes: float):
-        self.optimizer, self.seconds, self.start = optimizer, 60 * minutes, time.monotonic()
+        self.optimizer, self.seconds, self.start = optimizer, max(60 * minutes, 1e-9), time.monotonic()
         self.base = [group["lr"] for group in optimizer.param_groups]
 
     def running(self) -> bool:

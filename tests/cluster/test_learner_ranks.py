@@ -12,10 +12,13 @@ import torch
 from actors.cluster import Layout, start_actor
 from actors.pools import LearnerGroup, RolloutPool
 from actors.rollout_worker import RolloutWorker
+from sage_ray.config import total_optimizer_steps
+from sage_ray.group_batch import GroupBatch, ReplayRules
 from sage_ray.models.hunyuan_video import load_velocity
 from sage_ray.parallel import local_shards
-from sage_ray.policy_update import GroupBatch, PolicyUpdate
+from sage_ray.policy_update import PolicyUpdate
 from sage_ray.schedule import sigma_grid
+from sage_ray.training_schedule import training_schedule
 from sage_ray.types import GroupRequest, Prompt
 from sage_ray.weights import unpack
 from tests.conftest import POLICY
@@ -43,6 +46,7 @@ def requests(group_size: int = 4, version: int = 0) -> list[GroupRequest]:
             sde_type="sage_grpo",
             eta=0.5,
             sde_steps=STEPS,
+            trained_steps=STEPS,
         )
         for group in range(3)
     ]
@@ -83,7 +87,14 @@ def test_ranks_equal_one_plain_process(config, pool, num_ranks: int) -> None:
     learner = make_learner(config, num_ranks)
     pool.load_weights(learner.publish(0))
     groups = sorted(pool.generate(requests()), key=lambda g: g.request.group)
-    plain = PolicyUpdate(load_velocity(POLICY, torch.float32, "cpu"), config.loss, config.kl, config.optimizer, 1.0)
+    plain = PolicyUpdate(
+        load_velocity(POLICY, torch.float32, "cpu"),
+        config.loss,
+        config.kl,
+        config.optimizer,
+        ReplayRules(schedule_steps=training_schedule(config).rule.candidates),
+        total_optimizer_steps(config),
+    )
     start = {name: shard.clone() for name, shard in local_shards(plain.model).items()}
     values, weights = advantages()
     trajectories = ray.get([g.trajectory for g in groups])

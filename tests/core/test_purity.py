@@ -7,7 +7,7 @@ import pytest
 
 import sage_ray
 
-CORE = ("schedule", "noise", "transition", "sampler", "equalizer", "advantage", "loss", "trust_region")
+CORE = ("schedule", "noise", "transition", "sampler", "equalizer", "advantage", "loss", "trust_region", "step_plan")
 ALLOWED = {"torch", "numpy", "__future__", "collections", "dataclasses", "math", "operator", "typing"}
 
 

@@ -7,15 +7,9 @@ import pytest
 import torch
 
 from sage_ray.config import KLConfig, LossConfig, OptimizerConfig
+from sage_ray.group_batch import GroupBatch, ReplayRules, count_pairs, rows_of, split_groups
 from sage_ray.models.hunyuan_video import load_velocity
-from sage_ray.policy_update import (
-    DisagreementError,
-    GroupBatch,
-    NonFiniteError,
-    PolicyUpdate,
-    count_pairs,
-    split_groups,
-)
+from sage_ray.policy_update import DisagreementError, NonFiniteError, PolicyUpdate
 from sage_ray.references import ReferenceBank
 from sage_ray.schedule import sigma_grid
 from sage_ray.types import GroupRequest, Prompt, Trajectory
@@ -48,6 +42,7 @@ def request(sde_type: str = "sage_grpo", group: int = 0, group_size: int = 4) ->
         sde_type=sde_type,
         eta=0.5,
         sde_steps=(0, 1, 2),
+        trained_steps=(0, 1, 2),
     )
 
 
@@ -59,9 +54,14 @@ def batch(trajectory: Trajectory, seed: int = 0) -> GroupBatch:
 def rule(loss: dict | None = None, kl: dict | None = None, lr: float = 1e-4, last_step: str = "ode") -> PolicyUpdate:
     model = load_velocity(POLICY, torch.float32, "cpu")
     loss = {"clip_range": 0.01, **(loss or {})}
+    optimizer = OptimizerConfig(name="adamw", beta1=0.9, learning_rate=lr)
     return PolicyUpdate(
-        model, LossConfig(**loss), KLConfig(**(kl or {})), OptimizerConfig(learning_rate=lr), 1.0, last_step
+        model, LossConfig(**loss), KLConfig(**(kl or {})), optimizer, ReplayRules(last_step=last_step), 100
     )
+
+
+def rows_of_update(update: PolicyUpdate, item: GroupBatch):
+    return rows_of(item, update.rules.last_step, "cpu")
 
 
 @pytest.mark.parametrize("sde_type", ["sage_grpo", "dance_grpo", "flow_grpo", "cps"])
@@ -93,7 +93,7 @@ def test_the_update_makes_good_samples_more_likely(worker) -> None:
     """After one small step the log-prob of rows with positive advantage has risen relative to the others."""
     trajectory, _, _ = worker.generate(request(group_size=8))
     item, update = batch(trajectory), rule(kl={"mode": "none"}, lr=3e-5)
-    rows = update._rows(item)
+    rows = rows_of_update(update, item)
     before = [update._replay(row)[0].detach() for row in rows]
     update.update([[item]], [24.0])
     after = [update._replay(row)[0].detach() for row in rows]
@@ -198,7 +198,7 @@ def test_swapped_reference_equals_a_separate_module_and_comes_back(worker) -> No
     bank.snapshot("anchor")
     update.update([[batch(trajectory)]], [12.0])
     live = [p.detach().clone() for p in update.trainable]
-    row = update._rows(batch(trajectory))[1]
+    row = rows_of_update(update, batch(trajectory))[1]
     with torch.no_grad(), bank.use("anchor"):
         swapped = update._replay(row)[1]
     update_live = update.model
@@ -221,7 +221,7 @@ def test_replay_across_batch_shapes(worker, batch_size: int, exact: bool) -> Non
             latents=trajectory.latents[start : start + batch_size],
             log_probs=trajectory.log_probs[start : start + batch_size],
         )
-        for row in update._rows(batch(part)):
+        for row in rows_of_update(update, batch(part)):
             delta = (update._replay(row)[0] - row.rollout_log_prob).abs().max().item()
             assert delta == 0.0 if exact else delta <= 1e-6
 
