@@ -33,9 +33,9 @@ def combine(axes: np.ndarray, weights: tuple[float, float, float]) -> np.ndarray
 class Normalisation:
     """How rewards become advantages.
 
-    eps: added to the std with rule "add", the smallest std with rule "clamp". global_std: divide by the population
-    std of all centred rewards of the iteration instead of each group's own. min_std: a group whose own std is below
-    it trains nothing. clip: advantages end in [-clip, clip].
+    eps: added to the std with rule "add", the smallest std with rule "clamp"; above 0. global_std: divide by the
+    population std of the centred rewards of all groups that train instead of each group's own. min_std: a group whose
+    own std is below it trains nothing. clip: advantages end in [-clip, clip].
     """
 
     eps: float = 1e-6
@@ -47,6 +47,10 @@ class Normalisation:
     def __post_init__(self) -> None:
         if self.rule not in ("add", "clamp"):
             raise ValueError(f"rule: {self.rule!r} must be add or clamp")
+        if self.min_std < 0 or self.eps < 0 or self.eps + self.min_std == 0:
+            raise ValueError(f"eps: {self.eps} and min_std: {self.min_std} must be >= 0, and not both 0")
+        if not self.clip > 0:
+            raise ValueError(f"clip: {self.clip} must be above 0")
 
     def scale(self, std: float) -> float:
         """The number that centred rewards are divided by."""

@@ -24,6 +24,6 @@ def equalizer_scales(gradient_scale: np.ndarray, *, median: str = "lower", eps: 
         raise ValueError("gradient_scale: no stochastic step to equalize")
     values = np.sort(gradient_scale[on])
     if not (np.isfinite(values).all() and values[0] > 0):
-        raise ValueError(f"gradient_scale: {values[0]} must be finite and above 0 at stochastic steps")
+        raise ValueError(f"gradient_scale: {values[0]} to {values[-1]} must be finite and above 0 at stochastic steps")
     middle = values[(len(values) - 1) // 2] if median == "lower" else np.median(values)
     return middle / (gradient_scale + eps)

@@ -71,6 +71,7 @@ class KLController:
         self.num_steps += 1
         self._recent.append(kl)
         if self.schedule == "fixed":
+            self.value = self.largest
             return self.value
         if self.num_steps <= self.warmup_steps:
             self.value = self.start + (self.largest - self.start) * self.num_steps / self.warmup_steps

@@ -10,8 +10,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
+import hypothesis
 import pytest
 import torch
+
+hypothesis.settings.register_profile("no_deadline", deadline=None)
+hypothesis.settings.load_profile("no_deadline")
 
 ROOT = Path(__file__).parents[1]
 POLICY = ROOT / "assets" / "shapes" / "policy"

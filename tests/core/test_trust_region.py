@@ -1,11 +1,14 @@
 """KL terms, anchor moves and the lambda controller by hand-computed numbers."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sage_ray.config import KL_MODES
-from sage_ray.trust_region import KL_TERMS, KLController, anchor_moves_at
+from sage_ray.config_check import CHOICES
+from sage_ray.trust_region import KL_TERMS, SCHEDULES, KLController, anchor_moves_at
 
 TARGET = 1e-5
 
@@ -132,3 +135,84 @@ def test_state_is_a_copy():
     state = made.state_dict()
     made.tick(2.0)
     assert state == {"value": pytest.approx(1.99e-7), "num_steps": 1, "recent": [1.0]}
+
+
+def scheduled(schedule: str, largest=TARGET, warmup_steps=100) -> KLController:
+    return KLController(
+        start=1e-7,
+        largest=largest,
+        smallest=1e-7,
+        warmup_steps=warmup_steps,
+        direction="paper",
+        schedule=schedule,
+    )
+
+
+@pytest.mark.parametrize("kl", [0.0, 1e-5, 1.0])
+def test_fixed_is_the_largest_from_before_the_first_tick(kl):
+    made = scheduled("fixed")
+    assert made.value == 1e-5
+    assert {made.tick(kl) for _ in range(150)} == {1e-5}
+    assert made.value == 1e-5 and made.num_steps == 150
+
+
+@pytest.mark.parametrize("kl", [0.0, 1e-5, 1.0])
+@pytest.mark.parametrize(
+    ("largest", "expected"),
+    [
+        (1e-5, {1: 1.99e-7, 50: 5.05e-6, 100: 1e-5, 101: 1e-5, 150: 1e-5}),  # 1e-7 + 9.9e-6 n / 100
+        (1e-6, {1: 1.09e-7, 50: 5.5e-7, 100: 1e-6, 101: 1e-6, 150: 1e-6}),  # 1e-7 + 9e-7 n / 100
+    ],
+)
+def test_two_stage_by_hand_whatever_the_kl(largest, expected, kl):
+    made = scheduled("two_stage", largest)
+    assert made.value == 1e-7
+    values = [made.tick(kl) for _ in range(150)]
+    for tick, value in expected.items():
+        assert values[tick - 1] == pytest.approx(value, rel=1e-12), tick
+    assert set(values[100:]) == {largest}
+
+
+def test_without_warmup_two_stage_is_the_largest_at_the_first_tick():
+    assert scheduled("two_stage", warmup_steps=0).tick(1.0) == 1e-5
+
+
+def test_feedback_is_the_default_and_follows_the_kl():
+    named, default = scheduled("feedback"), controller()
+    kls = [2e-5] * 103 + [0.0] * 12
+    values = [named.tick(kl) for kl in kls]
+    assert values == [default.tick(kl) for kl in kls]
+    # 103 ticks of twice the target: three tenths taken off; see test_paper_weakens_... for the rest.
+    assert values[99] == pytest.approx(1e-5, rel=1e-12)
+    assert values[102] == pytest.approx(1e-5 * 0.9**3, rel=1e-9)
+    # Zeros: means 1.8e-5 and 1.6e-5 weaken, 1.4e-5 .. 0.6e-5 hold, 0.4e-5, 0.2e-5, 0 and 0 .. strengthen.
+    assert values[104] == values[109] == pytest.approx(1e-5 * 0.9**5, rel=1e-9)
+    assert values[112] == pytest.approx(1e-5 * 0.9**5 * 1.1**3, rel=1e-9)
+
+
+@given(st.lists(st.floats(0, 5e-5), min_size=1, max_size=40))
+def test_schedules_agree_during_the_warm_up(kls):
+    two_stage, feedback = scheduled("two_stage", warmup_steps=40), scheduled("feedback", warmup_steps=40)
+    assert [two_stage.tick(kl) for kl in kls] == [feedback.tick(kl) for kl in kls]
+
+
+@pytest.mark.parametrize("schedule", ["fixed", "two_stage", "feedback"])
+@given(kls=st.lists(st.floats(0, 5e-5), min_size=35, max_size=60), cut=st.integers(0, 35))
+def test_every_schedule_resumes_identically(schedule, kls, cut):
+    straight, first, second = (scheduled(schedule, warmup_steps=20) for _ in range(3))
+    expected = [straight.tick(kl) for kl in kls]
+    got = [first.tick(kl) for kl in kls[:cut]]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.value == first.value
+    got += [second.tick(kl) for kl in kls[cut:]]
+    assert got == expected and second.state_dict() == straight.state_dict()
+
+
+@pytest.mark.parametrize("schedule", ["", "constant", "Fixed", "two-stage"])
+def test_schedule_must_be_known(schedule):
+    with pytest.raises(ValueError, match=f"schedule: '{schedule}' must be one of fixed, two_stage, feedback"):
+        scheduled(schedule)
+
+
+def test_the_schedules_are_those_of_the_config():
+    assert set(SCHEDULES) == set(CHOICES["kl.schedule"])
