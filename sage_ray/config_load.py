@@ -1,7 +1,6 @@
 """Reads a `Config`: defaults, then YAML files in order, then `key=value` from the command line.
 
-Flags of the official program are accepted where they mean exactly one of our keys (`OFFICIAL`); values are official
-too for booleans (true/1/yes/on). An official flag without an exact counterpart is an unknown key, on purpose.
+Flags of the official program are accepted too (config_official), with its way of writing booleans (true/1/yes/on).
 """
 
 from __future__ import annotations
@@ -16,47 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sage_ray.config import Config, ConfigError, dotted_keys, type_words
-
-OFFICIAL: dict[str, tuple[str, ...]] = {
-    "learning_rate": ("optimizer.learning_rate",),
-    "weight_decay": ("optimizer.weight_decay",),
-    "max_grad_norm": ("optimizer.max_grad_norm",),
-    "max_steps": ("num_iterations",),
-    "save_interval": ("save_interval",),
-    "output_dir": ("output_dir",),
-    "seed": ("seed",),
-    "batch_size": ("data.batch_size",),
-    "num_generations": ("data.group_size",),
-    "train_video_csv": ("data.prompts",),
-    "sde_type": ("sampling.sde_type",),
-    "eta": ("sampling.eta",),
-    "cfg_scale": ("sampling.guidance_scale",),
-    "grpo_sampling_steps": ("sampling.num_steps",),
-    "infer_flow_shift_video": ("sampling.shift",),
-    "neg_prompt": ("sampling.negative_prompt",),
-    "sample_n_frames": ("sampling.num_frames",),
-    "video_fps": ("sampling.fps",),
-    "use_same_noise": ("sampling.same_noise_per_group",),
-    "adv_clip_max": ("advantage.clip",),
-    "clip_range": ("loss.clip_range",),
-    "use_grad_balancing": ("loss.equalizer",),
-    "kl_weight": ("kl.weight",),
-    "kl_coef": ("kl.coef",),
-    "kl_min_coef": ("kl.min_coef",),
-    "update_ref_model_step": ("kl.anchor_interval",),
-    "dual_kl_moving_weight": ("kl.moving_weight",),
-    "dual_kl_step_weight": ("kl.step_weight",),
-    "enable_gradient_checkpointing": ("model.gradient_checkpointing",),
-    "sp_size": ("learner.sp_size", "rollout.sp_size"),
-    "validation_global_seed": ("evaluation.seed",),
-    "validation_num_inference_steps": ("evaluation.num_steps",),
-}
-"""Official flag -> our keys; the official sp_size is one number for the learner and the rollout."""
-
-RELATED = {"use_moving_KL": "kl.mode", "use_dual_kl": "kl.mode", "pretrained_model_root": "model.path"}
-"""Official flags without an exact counterpart, and the key that decides the matter here."""
-
-TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+from sage_ray.config_official import ALIASES, BARE, CONVERTED, FALSE, KNOWN, REFUSED, SWITCHES, TRUE, switched
 
 
 class Setting(NamedTuple):
@@ -80,7 +39,7 @@ def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
     merged = OmegaConf.structured(Config)
     settings = [setting for file in files for setting in _from_file(Path(file))]
     settings += _from_command_line(overrides)
-    for setting in settings:
+    for setting in _without_switches(settings):
         _assign(merged, setting)
     try:
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
@@ -91,6 +50,24 @@ def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
 def to_yaml(config: Config) -> str:
     """The complete resolved configuration; `load_config` of this text gives an equal Config."""
     return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+
+
+def _without_switches(settings: Sequence[Setting]) -> list[Setting]:
+    """The settings with the official switches, which are read together, replaced by what they mean, at the place of
+    the last one."""
+    places = [i for i, setting in enumerate(settings) if setting.key in SWITCHES]
+    if not places:
+        return list(settings)
+    given = {settings[i].key: settings[i] for i in places}
+    try:
+        meant = switched({name: setting.value for name, setting in given.items()})
+    except ValueError as error:
+        name, value, rule = error.args
+        raise ConfigError(f"{name}={value!r} {given[name].source}: {rule}") from None
+    last = settings[places[-1]]
+    official = [Setting(key, value, last.source) for key, value in meant.items()]
+    rest = [[s for s in part if s.key not in SWITCHES] for part in (settings[: places[-1]], settings[places[-1] :])]
+    return [*rest[0], *official, *rest[1]]
 
 
 def _from_file(file: Path) -> Iterator[Setting]:
@@ -112,19 +89,20 @@ def _flatten(node: Any, prefix: str, source: str) -> Iterator[Setting]:
     """Descends nested sections down to known keys; what is unknown keeps its full path for the message."""
     for name, value in node.items():
         key = f"{prefix}{name}"
-        is_leaf = key in dotted_keys() or key in OFFICIAL
+        is_leaf = key in dotted_keys() or key in KNOWN
         if isinstance(value, dict) and not is_leaf and (value or _is_section(key)):
             yield from _flatten(value, f"{key}.", source)
         else:
-            yield from (Setting(ours, value, source) for ours in _resolve(key, value, source))
+            yield from _resolve(key, value, source)
 
 
 def _from_command_line(overrides: Sequence[str]) -> Iterator[Setting]:
     """Assignments of the command line; values are YAML, but text for keys that hold text."""
     source = "on the command line"
     for name, text in _split(overrides):
-        for key in _resolve(name, text, source):
-            yield Setting(key, _parse(key, text), source)
+        for setting in _resolve(name, text, source):
+            ours = setting.key in dotted_keys() and name not in CONVERTED
+            yield setting._replace(value=_parse(setting.key, text)) if ours else setting
 
 
 def _split(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -134,7 +112,8 @@ def _split(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
         word = words.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
         if not equals and word.startswith("--"):
-            is_flag = any(dotted_keys()[key] is bool for key in OFFICIAL.get(name, (name,)) if key in dotted_keys())
+            keys = ALIASES.get(name, (name,))
+            is_flag = name in BARE or any(dotted_keys()[key] is bool for key in keys if key in dotted_keys())
             takes_next = words and not words[0].startswith("--")
             if takes_next and (not is_flag or words[0].lower() in TRUE + FALSE):
                 equals, text = "=", words.pop(0)
@@ -154,16 +133,27 @@ def _parse(key: str, text: str) -> Any:
         raise _wrong_type(Setting(key, text, "on the command line")) from error
 
 
-def _resolve(name: str, value: Any, source: str) -> tuple[str, ...]:
-    """Our keys for a dotted key or an official flag; ConfigError for an unknown one or a section without keys."""
+def _resolve(name: str, value: Any, source: str) -> Iterator[Setting]:
+    """Our settings for a dotted key or an official flag (a switch keeps its name); ConfigError for an unknown key, a
+    refused flag or value, or a section without keys."""
     if name in dotted_keys():
-        return (name,)
-    if name in OFFICIAL:
-        return OFFICIAL[name]
-    if _is_section(name):
+        yield Setting(name, value, source)
+    elif name in CONVERTED:
+        try:
+            yield from (Setting(key, ours, source) for key, ours in CONVERTED[name](value).items())
+        except ValueError as error:
+            raise ConfigError(f"{name}={value!r} {source}: {error}") from None
+    elif name in KNOWN - set(REFUSED):
+        if name in SWITCHES:
+            yield Setting(name, value, source)
+        yield from (Setting(key, value, source) for key in ALIASES.get(name, ()))
+    elif name in REFUSED:
+        raise ConfigError(f"{name}={value!r} {source}: is not taken: {REFUSED[name]}")
+    elif _is_section(name):
         inside = ", ".join(key for key in dotted_keys() if key.startswith(name + "."))
         raise ConfigError(f"{name}={value!r} {source}: {name} is a section, set a key inside it: {inside}")
-    raise ConfigError(f"unknown key {name!r} {source}; the closest known key is {_closest(name)!r}")
+    else:
+        raise ConfigError(f"unknown key {name!r} {source}; the closest known key is {_closest(name)!r}")
 
 
 def _is_section(name: str) -> bool:
@@ -172,10 +162,8 @@ def _is_section(name: str) -> bool:
 
 def _closest(name: str) -> str:
     """The known key most like `name`, compared with whole dotted keys, their last part and official flags."""
-    if name in RELATED:
-        return RELATED[name]
     spellings = {key.rpartition(".")[2]: key for key in reversed(dotted_keys())}
-    spellings |= {flag: keys[0] for flag, keys in OFFICIAL.items()}
+    spellings |= {flag: keys[0] for flag, keys in ALIASES.items()}
     spellings |= {key: key for key in dotted_keys()}
     best = difflib.get_close_matches(name, spellings, n=1, cutoff=0.0)
     return spellings[best[0]]

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sage_ray.config import Config, ConfigError, dotted_keys, type_words, value_at
-from sage_ray.config_load import OFFICIAL, load_config, to_yaml
+from sage_ray.config_load import load_config, to_yaml
+from sage_ray.config_official import ALIASES, BARE, CONVERTED, KNOWN, REFUSED, SWITCHES
 
 
 def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
@@ -77,13 +78,89 @@ def test_official_command_line_with_two_words_and_a_bare_flag():
 
 def test_every_official_flag_reaches_known_keys_from_yaml_and_command_line(tmp_path):
     samples = {"int": 7, "float": 0.25, "str": "word", "bool": False, "list of str": ["x.csv"]}
-    for flag, keys in OFFICIAL.items():
+    for flag, keys in ALIASES.items():
         value = samples[type_words(dotted_keys()[keys[0]]).removesuffix(" or null")]
         text = str(value)
         typed = load_config([], [f"--{flag}={text}"])
         assert typed == load_config([write(tmp_path, f"{flag}: {text}")], [])
         assert typed == load_config([], [f"{key}={text}" for key in keys])
         assert all(value_at(typed, key) == value for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--use_moving_KL True --use_dual_kl True", {"kl.mode": "dual_moving"}),
+        ("--use_moving_KL --use_dual_kl false", {"kl.mode": "moving"}),
+        ("--use_moving_KL false", {"kl.mode": "fixed"}),
+        ("--use_lora --lora_r 4 --lora_alpha 8", {"lora.rank": 4, "lora.alpha": 8.0}),
+        ("use_lora=true", {"lora.rank": 8}),
+        ("use_lora=false", {"lora.rank": 0}),
+        ("lora_target_modules=all-linear use_lora=1", {"lora.targets": None}),
+        ("lora_target_modules=to_q,to_k use_lora=1", {"lora.targets": ["to_q", "to_k"]}),
+        ("--dtype bf16 --use_muon false", {"model.dtype": "bfloat16", "optimizer.name": "adamw"}),
+        (
+            "--max_steps 12 --gradient_accumulation_steps 4",
+            {"num_iterations": 3, "data.gradient_accumulation_steps": 4},
+        ),
+        ('reward_weights={"VQ":1,"MQ":2,"TA":3}', {"reward.weight_vq": 1.0, "reward.weight_ta": 3.0}),
+        ("kl_compute_mode=rollout_phase", {"kl.previous": "rollout"}),
+        ("use_dual_kl=false kl.mode=none", {"kl.mode": "none"}),
+        ("kl.mode=none use_dual_kl=false", {"kl.mode": "moving"}),
+        ("--post_train_type grpo --enable_fsdp --dp_replicate 1 --reward_model videoalign_local", {}),
+    ],
+)
+def test_converted_official_flags(words, expected):
+    config = load_config([], words.split())
+    assert {key: value_at(config, key) for key in expected} == expected
+    if not expected:
+        assert config == Config()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("use_moving_KL=0 use_dual_kl=1",
+         "use_dual_kl='1' on the command line: needs use_moving_KL, there is no such kl.mode"),
+        ("lora_r=4", "lora_r='4' on the command line: needs use_lora; without it the official program ignores it"),
+        ("lora_r=x use_lora=1", "lora_r='x' on the command line: must be a whole number of at least 1"),
+        ("use_lora=maybe", "use_lora='maybe' on the command line: must be true or false"),
+        ("max_steps=10 gradient_accumulation_steps=4",
+         "max_steps=10 on the command line: counts rollouts and must be a multiple of gradient_accumulation_steps=4"),
+        ("enable_fsdp=false", "enable_fsdp='false' on the command line: can only be True: the learner is always FSDP2"),
+        ("lora_dropout=0.1", "lora_dropout='0.1' on the command line: can only be 0: with dropout, rollout and learner "
+         "would not compute the same policy"),
+        ("reward_weights={1}", "reward_weights='{1}' on the command line: must be a JSON object as "
+         '{"VQ": 0.5, "MQ": 0.5, "TA": 1.0}'),
+        ("dtype=fp8", "dtype='fp8' on the command line: must be one of bf16, fp32"),
+    ],
+)  # fmt: skip
+def test_official_values_that_cannot_be(words, message):
+    assert refusal([], words.split()) == message
+
+
+@pytest.mark.parametrize("flag", sorted(REFUSED))
+def test_refused_official_flags_say_why(flag):
+    assert refusal([], [f"{flag}=1"]) == f"{flag}='1' on the command line: is not taken: {REFUSED[flag]}"
+
+
+def test_every_flag_of_the_official_program_is_known():
+    """The complete list of post_train.py's flags."""
+    flags = """pretrained_model_root pretrained_transformer_version post_train_type learning_rate weight_decay max_steps
+    warmup_steps gradient_accumulation_steps max_grad_norm train_timestep_shift flow_snr_type batch_size num_workers
+    prefetch_factor num_generations train_video_csv reward_model reward_weights reward_checkpoint_mode
+    remote_reward_url kl_weight kl_coef kl_min_coef use_moving_KL update_ref_model_step use_dual_kl
+    dual_kl_moving_weight dual_kl_step_weight sde_type use_grad_balancing enable_timestep_permutation debug_grad_flow
+    debug_train_diagnostics_interval output_dir save_interval log_interval dtype master_weight_type seed
+    validation_global_seed i2v_prob use_muon enable_fsdp enable_gradient_checkpointing sp_size dp_replicate
+    validation_interval validate_at_step0 validation_prompts valid_video_csv validation_timestep_shift
+    validation_fixed_size validate_video_length validation_video_length video_length reference_mode_offload
+    resume_from_checkpoint use_lora lora_r lora_alpha lora_dropout lora_target_modules pretrained_lora_path""".split()
+    assert set(flags) <= KNOWN
+    assert not set(REFUSED) & (set(ALIASES) | set(CONVERTED) | set(SWITCHES))
+    assert BARE <= set(CONVERTED) | set(SWITCHES)
+    for keys in ALIASES.values():
+        assert set(keys) <= dotted_keys().keys()
 
 
 def test_official_sp_size_is_the_learners_and_the_rollouts():
@@ -98,8 +175,6 @@ def test_official_sp_size_is_the_learners_and_the_rollouts():
         ("group_siz=1", "group_siz", "data.group_size"),
         ("num_generation=1", "num_generation", "data.group_size"),
         ("kl.kl_weight=1", "kl.kl_weight", "kl.weight"),
-        ("dtype=bf16", "dtype", "model.dtype"),
-        ("--use_dual_kl=True", "use_dual_kl", "kl.mode"),
         ("sampling.eta.x=1", "sampling.eta.x", "sampling.eta"),
     ],
 )
@@ -115,7 +190,7 @@ def test_unknown_key_names_key_place_and_closest_key(tmp_path, override, key, cl
 
 @given(st.text(st.characters(codec="ascii", exclude_characters="=-"), min_size=1).map(str.strip).filter(bool))
 def test_any_unknown_key_is_refused_with_a_known_one(name):
-    if name in dotted_keys() or name in OFFICIAL or any(key.startswith(name + ".") for key in dotted_keys()):
+    if name in dotted_keys() or name in KNOWN or any(key.startswith(name + ".") for key in dotted_keys()):
         return
     closest = re.search(r"the closest known key is '(.*)'$", refusal([], [f"{name}=1"]))
     assert closest and closest[1] in dotted_keys()
