@@ -1,10 +1,9 @@
-"""`launch.py train`: check the input, start the pools, evaluate, run the ring, evaluate again, report."""
+"""`launch.py train`: start the pools, evaluate, run the ring, evaluate again, report."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +11,12 @@ import ray
 
 from actors.cluster import plan_layout, start_ray
 from actors.controller import HELD_OUT_GROUP, Controller, EvaluatedSet
+from sage_ray.checks import CheckedRun
 from sage_ray.config import Config, ConfigError
-from sage_ray.config_check import num_prompts, validate
-from sage_ray.config_files import check_files
-from sage_ray.config_load import load_config, to_yaml
+from sage_ray.config_load import to_yaml
 from sage_ray.contact_sheet import SheetRow, contact_sheet
-from sage_ray.data.prompts import read_prompts
 from sage_ray.progress import Progress
 from sage_ray.report import mean_error, reward_curve, summary_table
-from sage_ray.rewards.videoalign import VideoAlign
-from sage_ray.shapes.world import parse_caption
-from sage_ray.training_schedule import training_schedule
 from sage_ray.types import AXES, Prompt
 from sage_ray.video import write_video
 
@@ -32,35 +26,6 @@ SETS = ("training", "held_out")
 
 class RunStoppedError(RuntimeError):
     """A run that had to stop; the message names the step and the last good checkpoint."""
-
-
-@dataclass(frozen=True)
-class CheckedRun:
-    """A configuration whose every file and rule has been checked."""
-
-    config: Config
-    prompts: list[Prompt]
-    held_out: list[Prompt]
-
-
-def check(files: Sequence[Path], overrides: Sequence[str]) -> CheckedRun:
-    """Everything that can be checked before anything is allocated. Raises ValueError naming key or file and rule."""
-    config = load_config(files, overrides)
-    validate(config)
-    check_files(config)
-    training_schedule(config)
-    VideoAlign.check(Path(config.reward.path))
-    prompts = read_prompts(config.data.prompts)
-    held_out = read_prompts(config.data.held_out_prompts) if config.evaluation.num_prompts else []
-    if num_prompts(config) > len(prompts):
-        raise ConfigError(
-            f"data.num_prompts: {num_prompts(config)} an iteration, but {', '.join(config.data.prompts)} "
-            f"hold only {len(prompts)} prompts"
-        )
-    if config.reward.truth == "shapes":
-        for prompt in (*prompts, *held_out):
-            parse_caption(prompt.text)
-    return CheckedRun(config, prompts, held_out)
 
 
 def train(run: CheckedRun) -> None:

@@ -124,7 +124,7 @@ class AdvantageConfig:
     std_rule: str = "add"
     """"add" divides by std + eps, "clamp" by max(std, eps)."""
     global_std: bool = False
-    """Divide by the standard deviation over all groups of the iteration instead of each group's own."""
+    """Divide by the standard deviation over all groups that train in the iteration instead of each group's own."""
     clip: float = 5.0
     """Advantages are clipped to [-clip, clip]."""
     min_std: float = 1e-8

@@ -28,7 +28,7 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -191,6 +191,21 @@ def save_adapter(transformer: nn.Module, folder: Path, state: dict[str, torch.Te
     partial.parent.mkdir(parents=True, exist_ok=True)
     save_file(state or adapter_state(transformer), partial, metadata={"format": "pt", METADATA: metadata})
     os.replace(partial, partial.with_name(FILE))
+
+
+def check_adapter(folder: Path, rank: int, alpha: float) -> None:
+    """Raises ValueError unless the folder holds an adapter of this rank and alpha; reads no tensor."""
+    path = Path(folder) / FILE
+    if not path.is_file():
+        raise ValueError(f"lora.path={str(folder)!r}: must hold {FILE}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get(METADATA, "{}"))
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"lora.path: {path}: cannot be read: {error}") from error
+    for key, wanted, name in (("r", rank, "rank"), ("lora_alpha", alpha, "alpha")):
+        if (found := header.get(PREFIX + key)) != wanted:
+            raise ValueError(f"lora.{name}={wanted}: {path} has {found}")
 
 
 @torch.no_grad()

@@ -33,13 +33,48 @@ def launch(*arguments: str, timeout_s: float = 280.0) -> subprocess.CompletedPro
     )
 
 
-@pytest.mark.parametrize("sde_type", ["dance_grpo", "flow_grpo", "cps"])
-def test_the_ring_finishes_with_each_method(tmp_path: Path, sde_type: str) -> None:
+@pytest.mark.parametrize(
+    ("sde_type", "kl_mode"),
+    [("dance_grpo", "none"), ("flow_grpo", "fixed"), ("cps", "stepwise"), ("sage_cp", "moving")],
+)
+def test_the_ring_finishes_with_each_method_and_kl_mode(tmp_path: Path, sde_type: str, kl_mode: str) -> None:
+    """sage_grpo with dual_moving is the whole ring below."""
     output = tmp_path / "run"
-    done = launch("train", f"output_dir={output}", f"sde_type={sde_type}", "evaluation.num_prompts=0", *SMALL)
+    overrides = [f"sde_type={sde_type}", f"kl.mode={kl_mode}", "kl.share_interval=1", "kl.anchor_interval=1"]
+    overrides += ["evaluation.num_prompts=0", *SMALL, "num_iterations=2"]
+    done = launch("train", f"output_dir={output}", *overrides)
     assert done.returncode == 0, done.stderr
-    assert len(read_rollouts(output / "rollouts")) == 12
-    assert read_metrics(output / "metrics.jsonl")[-1]["agreement/max_abs"] == 0.0
+    assert len(read_rollouts(output / "rollouts")) == 24
+    first, last = read_metrics(output / "metrics.jsonl")
+    assert first["agreement/max_abs"] == last["agreement/max_abs"] == 0.0
+    assert first["kl/anchor"] == first["kl/previous"] == 0.0
+    assert (last["kl/anchor"] > 0) == (kl_mode == "fixed")  # "moving" has just been copied from the policy
+    assert (last["kl/previous"] > 0) == (kl_mode == "stepwise")
+    assert ("kl/gradient_share" in last) == (kl_mode != "none")
+    if kl_mode in ("fixed", "stepwise"):
+        assert 0 < last["kl/gradient_share"] < 1 and first["kl/gradient_share"] == 0
+
+
+def test_every_other_knob_turned_at_once(tmp_path: Path) -> None:
+    """LoRA on two ranks, Muon, moving average, cosine, two epochs of two updates, sliding window, axes."""
+    output = tmp_path / "run"
+    overrides = """lora.rank=4 lora.alpha=8 optimizer.name=muon optimizer.muon_dtype=float32 optimizer.ema_decay=0.5
+    optimizer.schedule=cosine optimizer.warmup_steps=2 loss.num_updates=2 loss.num_epochs=2 learner.num_ranks=2
+    sampling.sde_window_size=2 sampling.sde_window_move=slide loss.timestep_fraction=0.5 advantage.combine=axis
+    kl.schedule=two_stage kl.previous=rollout reward.setting=A evaluation.num_prompts=2 evaluation.num_steps=4
+    num_iterations=2 data.num_prompts=4"""
+    done = launch("train", f"output_dir={output}", *SMALL, *overrides.split())
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(output / "metrics.jsonl")
+    assert rows[2]["policy_version"] == 8 and rows[1]["agreement/max_abs"] == 0.0
+    assert rows[1]["loss/ratio_mean"] != 1.0  # later updates are measured against the sampling policy
+    adapter = output / "checkpoints" / "version_000008" / "adapter"
+    assert [file.name for file in adapter.iterdir()] == ["pytorch_lora_weights.safetensors"]
+    again = tmp_path / "again"
+    words = ["lora.rank=4", "lora.alpha=8", f"lora.path={adapter}", "evaluation.num_prompts=0"]
+    assert launch("train", f"output_dir={again}", *SMALL, *words).returncode == 0
+    refused = launch("plan", f"output_dir={tmp_path / 'third'}", "lora.rank=8", f"lora.path={adapter}")
+    assert refused.returncode == 2 and "lora.rank=8" in refused.stderr
 
 
 def test_the_whole_ring_writes_everything(tmp_path: Path) -> None:

@@ -158,3 +158,68 @@ def test_the_same_group_is_the_same_on_any_worker(config, pool) -> None:
     assert len({row.tobytes() for row in results[0][0].latents[:, 0]}) == 4
     ray.kill(other)
     ray.kill(learner.ranks[0])
+
+
+KINDS = {
+    "muon": ["optimizer.name=muon", "optimizer.muon_dtype=float32"],
+    "lora": ["lora.rank=3", "lora.alpha=6"],
+    "two_epochs": ["loss.num_epochs=2", "kl.share_interval=1", "optimizer.ema_decay=0.5"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_equal_one_with_every_optimizer_and_adapters(tmp_path, kind: str) -> None:
+    """Two iterations of two groups through real actors; the anchor moves after each, so the second sees KL 0 to it."""
+    kl = ["kl.mode=moving", "kl.anchor_interval=1", "kl.coef=0.1", "kl.weight=0.1"]
+    config = small_config(tmp_path, [*kl, "optimizer.learning_rate=1e-4", *KINDS[kind]])
+    pool = RolloutPool(config, CPU)
+    values, weights = advantages()
+    results = []
+    for num_ranks in (1, 2):
+        learner = make_learner(config, num_ranks)
+        pool.load_weights(learner.publish(0))
+        groups = sorted(pool.generate(requests()[:2]), key=lambda g: g.request.group)
+        refs = [g.trajectory for g in groups]
+        first = learner.update(refs, values[:2], weights[:2], len(STEPS))
+        version = int(first["policy_version"])
+        second_pool = learner.publish(version)
+        pool.load_weights(second_pool)
+        groups = sorted(pool.generate(requests(version=version)[:2]), key=lambda g: g.request.group)
+        second = learner.update([g.trajectory for g in groups], values[:2], weights[:2], len(STEPS))
+        assert first["agreement/max_abs"] == second["agreement/max_abs"] == 0.0
+        if kind != "two_epochs":
+            assert first["kl/anchor"] == second["kl/anchor"] == 0.0
+        average = kind == "two_epochs"
+        parts = ray.get(list(learner.publish(int(second["policy_version"]), average).parts))
+        results.append((whole_tensors(parts), first, second))
+        learner.save(str(tmp_path / f"checkpoint_{num_ranks}"))
+        for rank in learner.ranks:
+            ray.kill(rank)
+    for worker in pool.workers:
+        ray.kill(worker)
+    (one, *metrics_one), (two, *metrics_two) = results
+    assert one.keys() == two.keys()
+    assert all(".lora_" in name for name in one) == (kind == "lora")
+    for name, tensor in one.items():
+        np.testing.assert_allclose(two[name], tensor, rtol=0, atol=1e-6, err_msg=name)
+    for a, b in zip(metrics_one, metrics_two, strict=True):
+        assert a.keys() == b.keys()
+        assert a["learner/grad_norm"] == pytest.approx(b["learner/grad_norm"], rel=1e-4)
+    folder = tmp_path / "checkpoint_2"
+    assert (folder / "trainer.json").exists()
+    assert (folder / ("adapter" if kind == "lora" else "transformer")).is_dir()
+
+
+def whole_tensors(parts) -> dict[str, np.ndarray]:
+    """Full float32 parameters from the parts of every rank."""
+    found: dict[str, np.ndarray] = {}
+    rows: dict[str, int] = {}
+    for part in parts:
+        for piece in part.slices:
+            rows[piece.name] = max(rows.get(piece.name, 0), piece.offset[0] + piece.shape[0] if piece.shape else 0)
+    for part in parts:
+        for piece in part.slices:
+            data = part.buckets[piece.bucket][piece.start : piece.start + piece.num_bytes].view(np.float32)
+            target = found.setdefault(piece.name, np.zeros((rows[piece.name], *piece.shape[1:]), np.float32))
+            target[piece.offset[0] : piece.offset[0] + piece.shape[0]] = data.reshape(piece.shape)
+    return found

@@ -1,0 +1,91 @@
+"""Everything that can be checked about a run before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sage_ray.config import Config, ConfigError
+from sage_ray.config_check import num_prompts, validate
+from sage_ray.config_files import check_files
+from sage_ray.config_load import load_config
+from sage_ray.data.prompts import read_prompts
+from sage_ray.models.lora import check_adapter
+from sage_ray.rewards.videoalign import VideoAlign
+from sage_ray.shapes.world import parse_caption
+from sage_ray.training_schedule import training_schedule
+from sage_ray.types import Prompt
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A configuration whose every file and rule has been checked."""
+
+    config: Config
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+
+
+def check(files: Sequence[Path], overrides: Sequence[str]) -> CheckedRun:
+    """Raises ValueError naming key or file, value and rule, for the first fault."""
+    config = load_config(files, overrides)
+    for rule in RULES:
+        rule(config)
+    return CheckedRun(config, read_prompts(config.data.prompts), _held_out(config))
+
+
+def problems(config: Config) -> list[str]:
+    """Every fault of a configuration, in the order of `RULES`; a broken number hides what is computed from it."""
+    found = []
+    for rule in RULES:
+        try:
+            rule(config)
+        except ValueError as error:
+            found.append(str(error))
+            if rule is validate:
+                break
+    return found
+
+
+def _check_reward(config: Config) -> None:
+    try:
+        VideoAlign.check(Path(config.reward.path))
+    except ValueError as error:
+        raise ConfigError(f"reward.path={config.reward.path!r}: {error}") from error
+
+
+def _check_prompts(config: Config) -> None:
+    """Prompt files are readable, there are enough prompts, and the judge knows them."""
+    prompts, held_out = read_prompts(config.data.prompts), _held_out(config)
+    if num_prompts(config) > len(prompts):
+        raise ConfigError(
+            f"data.num_prompts: {num_prompts(config)} an iteration, but {', '.join(config.data.prompts)} "
+            f"hold only {len(prompts)} prompts"
+        )
+    if config.reward.truth == "shapes":
+        for prompt in (*prompts, *held_out):
+            parse_caption(prompt.text)
+
+
+def _held_out(config: Config) -> list[Prompt]:
+    return read_prompts(config.data.held_out_prompts) if config.evaluation.num_prompts else []
+
+
+def _check_schedule(config: Config) -> None:
+    training_schedule(config)
+
+
+def _check_lora(config: Config) -> None:
+    if config.lora.path is not None:
+        check_adapter(Path(config.lora.path), config.lora.rank, config.lora.alpha)
+
+
+RULES: tuple[Callable[[Config], None], ...] = (
+    validate,
+    check_files,
+    _check_schedule,
+    _check_lora,
+    _check_reward,
+    _check_prompts,
+)

@@ -1,0 +1,121 @@
+"""What a configuration comes to: the numbers that follow from it, as `launch.py plan` prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from sage_ray.config import Config, axis_weights, total_optimizer_steps
+from sage_ray.config_check import dp_degree, num_prompts
+from sage_ray.equalizer import equalizer_scales
+from sage_ray.group_batch import split_groups
+from sage_ray.optim import learning_rate_factor
+from sage_ray.training_schedule import TrainingSchedule
+from sage_ray.trust_region import KL_TERMS
+
+
+class Line(NamedTuple):
+    """One line of the plan."""
+
+    name: str
+    value: str
+
+
+def plan(config: Config, schedule: TrainingSchedule | None) -> list[Line]:
+    """The derived numbers of a valid configuration; `schedule` is None when the checkpoint that gives it is missing."""
+    steps = list(_schedule(config, schedule)) if schedule is not None else [Line("steps", "unknown without the shift")]
+    return [*_iteration(config), *_learner(config), *steps, *_objective(config), *_devices(config)]
+
+
+def _iteration(config: Config) -> Iterator[Line]:
+    data, prompts = config.data, num_prompts(config)
+    yield Line("iterations", f"{config.num_iterations}, a checkpoint every {config.save_interval}")
+    how = ""
+    if data.batch_size is not None:
+        how = (
+            f" = batch_size {data.batch_size} x dp {dp_degree(config)} / num_generations {data.group_size}"
+            f" x gradient_accumulation_steps {data.gradient_accumulation_steps}"
+        )
+    yield Line("prompts an iteration", f"{prompts}{how}")
+    yield Line("videos an iteration", f"{prompts * data.group_size} = {prompts} groups of {data.group_size}")
+
+
+def _learner(config: Config) -> Iterator[Line]:
+    learner, loss = config.learner, config.loss
+    shares = split_groups(num_prompts(config), loss.num_updates, learner.num_ranks)
+    real = [sum(group >= 0 for group in rank) for update in shares for rank in update]
+    padded = sum(group < 0 for update in shares for rank in update for group in rank)
+    yield Line("learner", f"{learner.num_ranks} ranks = dp {dp_degree(config)} x sp {learner.sp_size}")
+    spread = f"{min(real)}" if min(real) == max(real) else f"{min(real)} to {max(real)}"
+    idle = f", {padded} places are filled with weight 0" if padded else ""
+    yield Line("groups a rank and optimizer step", f"{spread}{idle}")
+    yield Line(
+        "optimizer steps",
+        f"{loss.num_updates * loss.num_epochs} an iteration ({loss.num_updates} updates x {loss.num_epochs} epochs), "
+        f"{total_optimizer_steps(config)} in all",
+    )
+    yield Line("trained", f"LoRA of rank {config.lora.rank}" if config.lora.rank else "all weights")
+    optimizer, last = config.optimizer, total_optimizer_steps(config) - 1
+    end = optimizer.learning_rate * learning_rate_factor(
+        last,
+        schedule=optimizer.schedule,
+        warmup_steps=optimizer.warmup_steps,
+        total_steps=last + 1,
+        floor=optimizer.min_factor,
+    )
+    yield Line(
+        "learning rate",
+        f"{optimizer.name}, {optimizer.learning_rate:g} after {optimizer.warmup_steps} warm-up steps, "
+        f"{optimizer.schedule}, {end:.3g} at the end",
+    )
+
+
+def _schedule(config: Config, schedule: TrainingSchedule) -> Iterator[Line]:
+    coefs, rule = schedule.coefs, schedule.rule
+    yield Line("sigma grid", f"{len(coefs.std)} steps, shift {schedule.shift:g}: {_numbers(coefs.sigmas)}")
+    yield Line("stochastic steps", schedule.describe())
+    never = sorted(set(range(len(coefs.std))) - set(rule.candidates))
+    if never:
+        yield Line("deterministic steps", f"{len(never)}, never trained: {', '.join(map(str, never))}")
+    yield Line("std of the stochastic steps", _numbers(coefs.std[list(rule.candidates)]))
+    if config.loss.equalizer:
+        scales = equalizer_scales(
+            coefs.gradient_scale(published_cps=config.loss.cps_log_prob == "published"),
+            median=config.loss.equalizer_median,
+            eps=config.loss.equalizer_eps,
+        )
+        yield Line("equalizer S", _numbers(scales[list(rule.candidates)]))
+    pairs = num_prompts(config) * config.data.group_size * rule.num_trained // config.loss.num_updates
+    yield Line("(video, step) pairs an optimizer step", f"{pairs} when no score fails")
+
+
+def _objective(config: Config) -> Iterator[Line]:
+    weights, kl = axis_weights(config.reward), config.kl
+    yield Line("reward", " + ".join(f"{w:g} {axis}" for w, axis in zip(weights, ("VQ", "MQ", "TA"), strict=True)))
+    yield Line("advantage", f"per {config.advantage.combine}, clipped to {config.advantage.clip:g}")
+    terms = KL_TERMS[kl.mode]
+    parts = []
+    if terms.anchor:
+        moves = f"moved every {kl.anchor_interval} steps" if terms.moves else "the pretrained policy"
+        parts.append(f"{kl.moving_weight:g} x anchor ({moves})")
+    if terms.previous:
+        parts.append(f"{kl.step_weight:g} x previous step ({kl.previous})")
+    yield Line("KL", f"{kl.mode}: {' + '.join(parts) or 'nothing'}")
+    if parts:
+        yield Line("lambda", f"{kl.schedule}, up to {kl.weight:g}")
+
+
+def _devices(config: Config) -> Iterator[Line]:
+    rollout, reward, learner = config.rollout, config.reward, config.learner
+    total = rollout.num_workers * rollout.gpus_per_group + reward.num_workers + learner.num_ranks
+    yield Line(
+        "GPUs",
+        f"{total} = {rollout.num_workers} rollout groups of {rollout.gpus_per_group} + {reward.num_workers} reward + "
+        f"{learner.num_ranks} learner; fewer are shared where one learner rank allows it, none means CPU",
+    )
+
+
+def _numbers(values: np.ndarray) -> str:
+    return " ".join(f"{value:.4g}" for value in values)
