@@ -93,11 +93,11 @@ def edge_error(decoded: torch.Tensor, video: torch.Tensor) -> torch.Tensor:
     return across.abs().mean() + down.abs().mean()
 
 
-def train_vae(vae: nn.Module, minutes: float, batch: int, generator: torch.Generator) -> float:
+def train_vae(vae: nn.Module, minutes: float, batch: int, generator: torch.Generator, scale_clips: int = 1024) -> float:
     """Reconstruction, heavier on the shape than on the background, plus a small KL to the unit Gaussian.
 
     Without the weight the shape, a tenth of the pixels, stays unlearned for a long time.
-    Sets the scaling factor to 1 / std of the latents. Returns the last PSNR in dB.
+    Sets the scaling factor to 1 / std of the latents of `scale_clips` clips. Returns the last PSNR in dB.
     """
     batched_vae(vae).train()
     optimizer = torch.optim.AdamW(vae.parameters(), 3e-3, betas=(0.9, 0.99), weight_decay=1e-4)
@@ -121,7 +121,8 @@ def train_vae(vae: nn.Module, minutes: float, batch: int, generator: torch.Gener
         step += 1
     vae.eval()
     with torch.no_grad():
-        latents = torch.cat([vae.encode(draw_clips(256, generator)[1]).latent_dist.mean for _ in range(4)])
+        sizes = [min(256, scale_clips - done) for done in range(0, scale_clips, 256)]
+        latents = torch.cat([vae.encode(draw_clips(size, generator)[1]).latent_dist.mean for size in sizes])
     vae.register_to_config(scaling_factor=1.0 / latents.std().item())
     return psnr
 

@@ -88,3 +88,26 @@ def test_flipped_byte_is_noticed() -> None:
 
 def test_combined_digest_depends_on_order() -> None:
     assert combined_digest(["a", "b"]) != combined_digest(["b", "a"])
+
+
+class Tied(nn.Module):
+    """Two names for one weight, and a buffer that both sides compute for themselves."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.arange(3.0))
+
+
+def test_tied_weights_arrive_under_both_names_and_stay_tied() -> None:
+    sender, receiver = Tied(0), Tied(1)
+    part = pack(sender, 1, 0, torch.float32)
+    assert [piece.name for piece in part.slices] == ["embed.weight"]
+    unpack(receiver, [part], frozenset({"embed.weight"}))
+    assert receiver.head.weight is receiver.embed.weight
+    assert torch.equal(receiver.head.weight, sender.embed.weight)
+    assert receiver.state_dict().keys() == sender.state_dict().keys()
+    for name, value in receiver.state_dict().items():
+        assert torch.equal(value, sender.state_dict()[name]), name

@@ -132,3 +132,24 @@ SIZES = [((9, 32, 30), "width"), ((9, 20, 32), "height"), ((8, 32, 32), "num_fra
 def test_sizes_that_do_not_fit_the_vae_are_named(policy, size: tuple[int, int, int], key: str) -> None:
     with pytest.raises(ValueError, match=rf"sampling\.{key}"):
         policy.latent_shape(*size)
+
+
+def test_text_of_every_row_goes_with_one_byt5_row(policy) -> None:
+    x = latents(policy, 2)
+    texts = (PROMPTS[0], PROMPTS[0].replace("red", "blue"))
+    conditions = [condition_tensors(policy.encode_prompt(text), "cpu") for text in texts]
+    time = torch.tensor([700.0])
+    with torch.no_grad():
+        together = policy.velocity(x, time, torch.cat([text for text, _ in conditions]), conditions[0][1])
+        alone = torch.cat([policy.velocity(x[i : i + 1], time, *conditions[i]) for i in range(2)])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+
+
+def test_loading_leaves_nothing_on_the_meta_device_and_every_buffer_is_the_stock_model_s(stock) -> None:
+    """A parameter or buffer that was never filled would hold noise, or nothing at all."""
+    loaded = load_velocity(POLICY, torch.float32, "cpu").transformer
+    for kind in ("named_parameters", "named_buffers"):
+        ours, theirs = dict(getattr(loaded, kind)()), dict(getattr(stock, kind)())
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            assert not value.is_meta and torch.equal(value, theirs[name]), name
