@@ -138,9 +138,12 @@ class PolicyUpdate:
         return self._report(sums, disagreement, norms, stepped=1.0)
 
     def _measures_share(self) -> bool:
-        """Whether the KL's own gradient is measured at this step: its backward runs first, the policy's adds to it."""
+        """Whether the KL's own gradient is measured at this step: its backward runs first, the policy's adds to it.
+
+        It is the last step of an interval: the first may follow a move of the anchor, where the KL is zero.
+        """
         has_terms, interval = self.terms.anchor or self.terms.previous, self.kl.share_interval
-        return bool(has_terms and interval and self.version % interval == 0)
+        return bool(has_terms and interval and self.version % interval == interval - 1)
 
     def _accumulate(
         self, rows: list[Row], num_pairs: float, world_size: int, policy: bool = True, kl: bool = True

@@ -75,3 +75,17 @@ def test_plan_names_every_fault(capsys, monkeypatch) -> None:
 def test_plan_refuses_a_broken_rule(capsys) -> None:
     assert main(["plan", "num_generations=5", "data.num_prompts=null", "batch_size=2"]) == 2
     assert "num_generations" in capsys.readouterr().err
+
+
+@pytest.mark.cluster
+def test_the_lora_recipe_raises_the_reward(tmp_path: Path) -> None:
+    """An alpha that is too small would leave the reward flat. Same prompts and noise before and after 5 iterations."""
+    words = """num_iterations=5 evaluation.num_prompts=12 evaluation.videos_per_prompt=2 evaluation.num_steps=8
+    rollout.num_workers=1""".split()
+    output = tmp_path / "run"
+    done = launch("train", "--config", "configs/shapes_lora.yaml", f"output_dir={output}", *words)
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(output / "metrics.jsonl")
+    name = "evaluation/training/reward/total"
+    assert rows[5][name] - rows[0][name] > 0.3, (rows[0][name], rows[5][name])
+    assert (output / "checkpoints" / "version_000005" / "adapter").is_dir()
