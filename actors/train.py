@@ -103,7 +103,8 @@ def _evaluate(run: CheckedRun, controller: Controller, progress: Progress, step:
         for measure, total, axes in _measures(result[name]):
             for label, values in (("total", total), *((axis, axes[:, k]) for k, axis in enumerate(AXES))):
                 metrics[f"evaluation/{name}/{measure}/{label}"] = float(np.nanmean(values))
-                metrics[f"evaluation/{name}/{measure}/{label}_error"] = mean_error(values)
+                by_prompt = values.reshape(-1, run.config.evaluation.videos_per_prompt)
+                metrics[f"evaluation/{name}/{measure}/{label}_error"] = mean_error(np.nanmean(by_prompt, axis=1))
     if averaged:
         controller.publish()
     controller.metrics.write(step, metrics)
@@ -136,7 +137,7 @@ def _report(
             table["truth"] = (first.truth_total, last.truth_total)
             table |= {f"truth {axis}": (first.truth[:, k], last.truth[:, k]) for k, axis in enumerate(AXES)}
             table["match"] = (first.matches, last.matches)
-    progress.console.print(summary_table(scores))
+    progress.console.print(summary_table(scores, config.evaluation.videos_per_prompt))
     output = Path(config.output_dir)
     first, last = before["held_out"], after["held_out"]
     per_prompt = config.evaluation.videos_per_prompt

@@ -95,32 +95,47 @@ def mean_error(values: Numbers) -> float:
     return t_quantile(count - 1) * float(np.std(values, ddof=1)) / math.sqrt(count)
 
 
-def summary(scores: Mapping[str, Mapping[str, tuple[Numbers, Numbers]]]) -> list[Change]:
+def summary(scores: Mapping[str, Mapping[str, tuple[Numbers, Numbers]]], videos_per_prompt: int = 1) -> list[Change]:
     """Start and end of every score; pairs with a failed (not finite) score are left out and counted.
 
     Args:
         scores: prompts ("training", "held_out") -> score ("reward", "reward VQ", "truth" ...) -> (before [n],
             after [n]), one value per evaluated video in the same order.
+        videos_per_prompt: so many values in a row share a prompt; they are no independent evidence, so the interval is
+            that of their means.
     """
     return [
-        _change(prompts, score, np.asarray(pair[0], dtype=np.float64), np.asarray(pair[1], dtype=np.float64))
+        _change(
+            prompts,
+            score,
+            np.asarray(pair[0], dtype=np.float64),
+            np.asarray(pair[1], dtype=np.float64),
+            videos_per_prompt,
+        )
         for prompts, measured in scores.items()
         for score, pair in measured.items()
     ]
 
 
-def _change(prompts: str, score: str, before: np.ndarray, after: np.ndarray) -> Change:
+def _change(prompts: str, score: str, before: np.ndarray, after: np.ndarray, per_prompt: int) -> Change:
     if before.shape != after.shape:
         raise ValueError(f"{prompts} {score}: {len(before)} values before and {len(after)} after must be pairs")
+    if len(before) % per_prompt:
+        raise ValueError(f"{prompts} {score}: {len(before)} values are not {per_prompt} for every prompt")
     finite = np.isfinite(before) & np.isfinite(after)
-    before, after, num_failed = before[finite], after[finite], int((~finite).sum())
-    if not len(before):
+    num_pairs, num_failed = int(finite.sum()), int((~finite).sum())
+    if not num_pairs:
         return Change(prompts, score, 0, num_failed, *[math.nan] * 5)
-    interval = paired_interval(before, after)
-    return Change(prompts, score, len(before), num_failed, float(before.mean()), float(after.mean()), *interval)
+    kept = finite.reshape(-1, per_prompt)
+    means = [
+        np.where(kept, values.reshape(-1, per_prompt), 0).sum(1)[kept.any(1)] / kept.sum(1)[kept.any(1)]
+        for values in (before, after)
+    ]
+    interval = paired_interval(*means)
+    return Change(prompts, score, num_pairs, num_failed, float(means[0].mean()), float(means[1].mean()), *interval)
 
 
-def summary_table(scores: Mapping[str, Mapping[str, tuple[Numbers, Numbers]]]) -> Table:
+def summary_table(scores: Mapping[str, Mapping[str, tuple[Numbers, Numbers]]], videos_per_prompt: int = 1) -> Table:
     """`summary` as a table for the terminal."""
     title = "start and end of training, difference with 95 % paired interval"
     table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
@@ -129,7 +144,7 @@ def summary_table(scores: Mapping[str, Mapping[str, tuple[Numbers, Numbers]]]) -
     for heading in ("videos", "start", "end", "difference", "95 % interval"):
         table.add_column(heading, justify="right", no_wrap=True)
     previous = None
-    for line in summary(scores):
+    for line in summary(scores, videos_per_prompt):
         if previous not in (None, line.prompts):
             table.add_section()
         failed = f" ({line.num_failed} failed)" if line.num_failed else ""

@@ -86,6 +86,17 @@ def test_summary_leaves_failed_pairs_out_and_counts_them():
         summary({"held out": {"truth": ([1, 2], [1])}})
 
 
+def test_videos_of_one_prompt_count_as_one_by_hand():
+    """Two prompts of two videos: their mean differences are 2 and 6, so 4 +- 12.706 * 2.828 / sqrt(2)."""
+    (line,) = summary({"held_out": {"truth": ([0, 0, 0, 0], [1, 3, 5, 7])}}, videos_per_prompt=2)
+    assert (line.num_pairs, line.start, line.end, line.difference) == (4, 0.0, 4.0, 4.0)
+    assert line.high - line.difference == pytest.approx(2 * 12.706, abs=1e-3)
+    (line,) = summary({"held_out": {"truth": ([0, 0, 0, np.nan], [1, 3, 5, 7])}}, videos_per_prompt=2)
+    assert (line.num_pairs, line.num_failed, line.end, line.difference) == (3, 1, 3.5, 3.5)
+    with pytest.raises(ValueError, match="3 for every prompt"):
+        summary({"held_out": {"truth": ([0, 0], [1, 3])}}, videos_per_prompt=3)
+
+
 def test_summary_table_shows_every_number_in_80_columns():
     scores = {
         "training": {"reward": ([0, 0, math.nan], [1, 3, 5]), "reward VQ": ([0.5, 0.5], [0.5, 0.5])},
