@@ -59,7 +59,7 @@ def test_plan_prints_the_derived_numbers(capsys, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     assert main(["plan", "output_dir=outputs/never"]) == 0
     out = capsys.readouterr().out
-    assert "288 = 12 groups of 24" in out and "1152 when no score fails" in out and "30 in all" in out
+    assert "288 = 24 groups of 12" in out and "1152 when no score fails" in out and "30 in all" in out
     assert not os.path.exists("outputs/never")
 
 
