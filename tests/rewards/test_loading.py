@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sage_ray.rewards.convert import convert
 from sage_ray.rewards.initial_state import Sizes, base_config
 from sage_ray.rewards.network import RewardNetwork
 from sage_ray.rewards.reward_tokenizer import train_tokenizer
@@ -113,3 +114,22 @@ def test_official_size():
     assert len(network.official_names()) + 1 == 1123
     numbers = sum(parameter.numel() for parameter in network.parameters())
     assert 2 * (numbers + 151660 * 1536) == 5_030_744_064
+
+
+def test_conversion_writes_a_copy_that_scores_the_same_and_is_read_from_then_on(golden_model, folder):
+    expected = golden_model.score(CLIP, ["a boat"], 8.0)
+    assert convert(folder) == folder / SAFE
+    assert not list((folder / "checkpoint-11352").glob("*.partial"))
+    (folder / PTH).unlink()
+    assert torch.equal(VideoAlign.load(folder).score(CLIP, ["a boat"], 8.0), expected)
+    with pytest.raises(ValueError, match=r"model\.safetensors: is there already"):
+        convert(folder)
+
+
+def test_conversion_refuses_what_loading_refuses_and_leaves_no_file(folder):
+    state = state_of(folder)
+    state["base_model.model.lm_head.weight"][5, 7] += 1
+    torch.save(state, folder / PTH)
+    with pytest.raises(ValueError, match="lm_head.weight differs from"):
+        convert(folder)
+    assert [file.name for file in (folder / "checkpoint-11352").glob("model.*")] == ["model.pth"]
