@@ -55,7 +55,8 @@ def plan_layout(config: Config, num_gpus: float) -> Layout:
     if device == "cpu":
         return Layout("cpu", 0, 0, 0)
     counts = config.rollout.num_workers, config.reward.num_workers, config.learner.num_ranks
-    need = counts[0] * config.rollout.gpus_per_group + counts[1] + counts[2]
+    reward_share = 1 if config.reward.gpus_per_worker is None else config.reward.gpus_per_worker
+    need = counts[0] * config.rollout.gpus_per_group + counts[1] * reward_share + counts[2]
     if need > num_gpus >= 1 and config.cluster.share_gpu and config.learner.num_ranks == 1:
         share = 1 / math.ceil(sum(counts) / num_gpus)
         return Layout("cuda", share, share, share)
@@ -64,14 +65,18 @@ def plan_layout(config: Config, num_gpus: float) -> Layout:
             f"cluster.device: {counts[0]} rollout groups of {config.rollout.gpus_per_group}, "
             f"{counts[1]} reward workers and {counts[2]} learner ranks need {need} GPUs, the cluster has {num_gpus:g}"
         )
-    return Layout("cuda", config.rollout.gpus_per_group, 1, 1)
+    return Layout("cuda", config.rollout.gpus_per_group, reward_share, 1)
 
 
-def start_actor(cls: type, num_gpus: float, *arguments: Any) -> ray.actor.ActorHandle:
+def start_actor(
+    cls: type, num_gpus: float, *arguments: Any, runtime_env: dict[str, Any] | None = None
+) -> ray.actor.ActorHandle:
     """A Ray actor of a plain class. CPU actors take no CPU slot: the pools take turns on the same cores."""
     hidden = {} if num_gpus else {"CUDA_VISIBLE_DEVICES": ""}
-    options = {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": {"env_vars": THREAD_VARIABLES | hidden}}
-    return ray.remote(cls).options(**options).remote(*arguments)
+    given = runtime_env or {}
+    variables = THREAD_VARIABLES | hidden | given.get("env_vars", {})
+    environment = {**given, "env_vars": variables}
+    return ray.remote(cls).options(num_cpus=0, num_gpus=num_gpus, runtime_env=environment).remote(*arguments)
 
 
 def wait_until_ready(refs: list[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:

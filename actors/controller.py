@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,15 +15,19 @@ import numpy as np
 import ray
 
 from actors.cluster import Layout, wait_until_ready
-from actors.pools import GroupRefs, LearnerGroup, RewardService, RolloutPool
+from actors.pools import GroupRefs, LearnerGroup, RolloutPool
+from actors.reward_service import RewardService
 from actors.wait import wait_all
 from sage_ray.advantage import Advantages, Normalisation, axis_advantages, combine, group_advantages
-from sage_ray.config import Config, axis_weights
+from sage_ray.config import Config
 from sage_ray.config_check import num_prompts
 from sage_ray.data.prompts import PromptCursor
-from sage_ray.iteration_record import iteration_metrics, rollout_rows
+from sage_ray.divergence import Divergence
+from sage_ray.iteration_record import RewardParts, iteration_metrics, rollout_rows, truth_weights
 from sage_ray.metrics import MetricsWriter
 from sage_ray.progress import Progress
+from sage_ray.rewards.batching import batch_videos
+from sage_ray.rewards.build import part_weights
 from sage_ray.rollout_log import RolloutLog
 from sage_ray.schedule import sigma_grid
 from sage_ray.training_schedule import training_schedule
@@ -37,10 +41,12 @@ HELD_OUT_GROUP = 1_000_000
 class EvaluatedSet:
     """One evaluated prompt set.
 
-    axes, truth: float64 [N, 3] per video, reward and truth_total: their weighted sums [N], matches: [N]; truth,
+    parts: names of the reward parts; axes: float64 [N, K] per video, truth: [N, 3], reward and truth_total: their
+    weighted sums [N], matches: [N]; truth,
     truth_total and matches are None without a judge. previews: (prompt, frames uint8 [T, H, W, 3]) of fixed videos.
     """
 
+    parts: tuple[str, ...]
     axes: np.ndarray
     reward: np.ndarray
     truth: np.ndarray | None
@@ -70,18 +76,27 @@ class Controller:
         self.schedule = training_schedule(config)
         self.sigmas = tuple(map(float, self.schedule.coefs.sigmas))
         self.rollouts = RolloutPool(config, layout)
-        self.rewards = RewardService(config, layout)
+        self.rewards = RewardService(config, layout, batch_videos(config))
         self.learner = LearnerGroup(config, layout)
-        self.axis_weights = axis_weights(config.reward)
+        self.parts: tuple[str, ...] = ()
+        self.weights: tuple[float, ...] = ()
+        self.divergence, self._noted = Divergence(), {}
         self.version, self.digest, self.checkpoint = 0, "", ""
 
     def start(self) -> None:
         """Load every model and give the rollout workers version 0. Unblocked by the slowest actor."""
-        ready = self.rewards.ready() + self.rollouts.ready()
+        ready = self.rollouts.ready()
         num_trainable = self.learner.setup()
-        wait_until_ready(ready, "the reward and rollout workers", self.config.cluster.start_timeout_s)
+        wait_until_ready(ready, "the rollout workers", self.config.cluster.start_timeout_s)
+        self.parts = self.rewards.start()
+        self.weights = part_weights(self.config.reward, self.parts)
         self.publish()
         self.progress.message(f"policy: {num_trainable:,} trainable parameters, {self.schedule.describe()}")
+
+    def close(self) -> None:
+        """Close the run's files and end the reward service's thread; the actors end with Ray."""
+        self.metrics.close()
+        self.rewards.close()
 
     def run_sync(self, after_iteration: Callable[[int], None]) -> None:
         """Strictly on-policy loop: every iteration's rollouts are made by the weights of the last update.
@@ -90,12 +105,25 @@ class Controller:
         """
         for iteration in range(self.config.num_iterations):
             metrics = self.step(iteration)
+            metrics["alarms/divergence"] = float(self._watch(metrics))
             self.metrics.write(iteration + 1, metrics)
             self.progress.iteration(iteration + 1, metrics)
             last = iteration + 1 == self.config.num_iterations
             if last or (iteration + 1) % self.config.save_interval == 0:
                 self.save()
             after_iteration(iteration + 1)
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Take an evaluation's metrics into the next look at whether reward and its judges part."""
+        self._noted |= metrics
+
+    def _watch(self, metrics: Mapping[str, float]) -> int:
+        """Say what has parted from the rising reward; the number of new warnings."""
+        warnings = self.divergence.update({**self._noted, **metrics})
+        self._noted = {}
+        for warning in warnings:
+            self.progress.message(f"warning: {warning}")
+        return len(warnings)
 
     def publish(self, average: bool = False) -> None:
         """Give the learner's weights (or their moving average) to every rollout worker; returns once all have
@@ -132,9 +160,11 @@ class Controller:
         self.version = int(metrics["policy_version"])
         with self._phase("publish", times):
             self.publish()
-        record = rollout.scores, rollout.infos, advantages, self.axis_weights
+        rewards = RewardParts(self.parts, self.weights)
+        record = rollout.scores, rollout.infos, advantages, rewards
         self.rollout_log.write(iteration + 1, rollout_rows(iteration + 1, prompts, *record))
-        return metrics | times | iteration_metrics(*record)
+        counters = {f"reward/{name}": float(count) for name, count in self.rewards.counts.items()}
+        return metrics | times | counters | iteration_metrics(*record)
 
     def _phase(self, name: str, times: dict[str, float]):
         return _Timed(self.progress.phase(name), lambda seconds: times.__setitem__(f"phase/{name}_s", seconds))
@@ -161,26 +191,30 @@ class Controller:
         groups, scores = {}, {}
         for refs in self.rollouts.generate(requests):
             number = refs.request.group
-            groups[number], scores[number] = refs, self.rewards.score(refs)
+            groups[number], scores[number] = refs, self.rewards.score(refs, refs.request.group_size)
+            self.rewards.wait_for_room()
         order = sorted(groups)
-        timeout_s = self.config.reward.timeout_s
-        infos = wait_all([groups[g].info for g in order], "rollout reports", timeout_s)
+        infos = wait_all([groups[g].info for g in order], "rollout reports", self.config.rollout.timeout_s)
         for info in infos:
             made = info.policy_version, info.weights_digest, info.sigmas
             if made != (self.version, self.digest, requests[0].sigmas):
                 raise RuntimeError(f"group {info.group}: made with {made}, not what was asked for")
-        values = self.rewards.collect([scores[g] for g in order], requests[0].group_size)
+        values = self.rewards.collect([scores[g] for g in order])
         for i, info in enumerate(infos):  # a broken video decodes to black, which has a score but deserves none
             kept = np.where(np.asarray(info.finite)[:, None], values[i].axes, np.nan)
-            values[i] = dataclasses.replace(values[i], axes=kept)
-        if not any(np.isfinite(value.axes).all(1).any() for value in values):
+            reasons = tuple(
+                why if ok else "its latents are not finite"
+                for why, ok in zip(values[i].reasons, info.finite, strict=True)
+            )
+            values[i] = dataclasses.replace(values[i], axes=kept, reasons=reasons)
+        if not any(np.isfinite(self.weighted(value.axes)).any() for value in values):
             num_broken = sum(not ok for info in infos for ok in info.finite)
             raise RuntimeError(f"no video has a finite reward; {num_broken} have latents that are not finite")
         return Rollout([groups[g] for g in order], infos, values)
 
     def weighted(self, axes: np.ndarray) -> np.ndarray:
-        """Weighted sum of axes [..., 3] (eq. 33); nan where one is not finite."""
-        return combine(axes, self.axis_weights)
+        """Weighted sum of reward parts [..., K] (eq. 33); nan where one that counts is not finite."""
+        return RewardParts(self.parts, self.weights).total(axes)
 
     def _advantages(self, scores: Sequence[Scores]) -> Advantages:
         settings = self.config.advantage
@@ -191,10 +225,11 @@ class Controller:
             min_std=settings.min_std,
             clip=settings.clip,
         )
-        axes_PG3 = np.stack([s.axes for s in scores])
+        axes_PGK = np.stack([s.axes for s in scores])
         if settings.combine == "axis":
-            return axis_advantages(axes_PG3, self.axis_weights, how)
-        return group_advantages(self.weighted(axes_PG3), how)
+            trained = RewardParts(self.parts, self.weights).trained
+            return axis_advantages(axes_PGK[..., trained], [self.weights[k] for k in trained], how)
+        return group_advantages(self.weighted(axes_PGK), how)
 
     def evaluate(self, prompts: Sequence[Prompt], first_group: int, num_previews: int) -> EvaluatedSet:
         """ODE videos of fixed prompts and seeds under the present weights (or those that `publish` gave last), scored
@@ -224,10 +259,11 @@ class Controller:
         shown = range(0, len(prompts), max(1, len(prompts) // max(1, num_previews)))
         frames = wait_all([_first_video.remote(rollout.groups[i].frames) for i in shown], "previews", 600.0)
         return EvaluatedSet(
+            parts=self.parts,
             axes=axes,
             reward=self.weighted(axes),
             truth=truth,
-            truth_total=None if truth is None else self.weighted(truth),
+            truth_total=None if truth is None else combine(truth, truth_weights(RewardParts(self.parts, self.weights))),
             matches=np.concatenate([s.matches for s in rollout.scores]) if judged else None,
             previews=[(prompts[i].text, video) for i, video in zip(shown, frames, strict=True)],
         )

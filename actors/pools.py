@@ -1,9 +1,7 @@
-"""Rollout pool, reward service and learner group as the controller sees them: a few verbs, references inside."""
+"""Rollout pool and learner group as the controller sees them: a few verbs, references inside."""
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,15 +11,12 @@ import ray
 
 from actors.cluster import Layout, start_actor, wait_until_ready
 from actors.learner import LearnerRank
-from actors.reward_worker import RewardWorker
 from actors.rollout_worker import RolloutWorker
-from actors.wait import REPORT_S, wait_all, wait_some
+from actors.wait import wait_all, wait_some
 from sage_ray.config import Config
 from sage_ray.group_batch import split_groups
-from sage_ray.types import AXES, GroupRequest, Scores
+from sage_ray.types import GroupRequest
 from sage_ray.weights import combined_digest
-
-logger = logging.getLogger("sage_ray")
 
 
 @dataclass(frozen=True)
@@ -88,57 +83,6 @@ class RolloutPool:
                 worker, refs = running.pop(info)
                 submit(worker)
                 yield refs
-
-
-class RewardService:
-    """Reward workers, one group a call, taken in turn."""
-
-    def __init__(self, config: Config, layout: Layout):
-        self.timeout_s = config.reward.timeout_s
-        self.workers = [
-            start_actor(RewardWorker, layout.gpus_reward, config, layout.device)
-            for _ in range(config.reward.num_workers)
-        ]
-        self._turn = 0
-
-    def ready(self) -> list[ray.ObjectRef]:
-        """References that are done once every model is loaded."""
-        return [worker.ready.remote() for worker in self.workers]
-
-    def score(self, refs: GroupRefs) -> ray.ObjectRef:
-        """Reference of the group's Scores; scoring starts when its frames are there."""
-        self._turn = (self._turn + 1) % len(self.workers)
-        name = f"score step {refs.request.step} group {refs.request.group}"
-        return self.workers[self._turn].score.options(name=name).remote(refs.frames, refs.request.prompt.text)
-
-    def collect(self, refs: Sequence[ray.ObjectRef], group_size: int) -> list[Scores]:
-        """Scores of every group. A group that fails or is late has nan scores: it is never given a number.
-
-        Raises: the first failure when no group was scored at all (then something is wrong with the service).
-        """
-        deadline, pending = time.monotonic() + self.timeout_s, list(refs)
-        while pending and time.monotonic() < deadline:
-            _, pending = ray.wait(pending, num_returns=len(pending), timeout=min(REPORT_S, self.timeout_s))
-            if pending:
-                logger.warning("still waiting for scores: %d of %d done", len(refs) - len(pending), len(refs))
-        late, failure, scores = set(pending), None, []
-        for ref in refs:
-            try:
-                scores.append(None if ref in late else ray.get(ref))
-            except (ray.exceptions.RayTaskError, ray.exceptions.RayActorError) as error:
-                failure = failure or error
-                logger.warning("scoring a group failed: %s", str(error).strip().splitlines()[-1])
-                scores.append(None)
-        if all(score is None for score in scores):
-            raise failure or TimeoutError(f"no score of {len(refs)} groups came within {self.timeout_s:.0f} s")
-        judged = next(score for score in scores if score is not None).truth is not None
-        return [score if score is not None else _failed(group_size, judged) for score in scores]
-
-
-def _failed(group_size: int, judged: bool) -> Scores:
-    """Scores of a group that could not be scored."""
-    axes, row = np.full((group_size, len(AXES)), np.nan), np.full(group_size, np.nan)
-    return Scores(axes, axes.copy() if judged else None, row if judged else None, 0.0)
 
 
 class LearnerGroup:

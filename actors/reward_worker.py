@@ -1,39 +1,89 @@
-"""A reward worker: VideoAlign, and the small world's truth where the config names it."""
+"""A reward worker: every scorer of the run, and the small world's truth where the config names it."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from sage_ray.config import Config
-from sage_ray.models.hunyuan_video import TORCH_DTYPES
-from sage_ray.rewards.videoalign import VideoAlign
+from sage_ray.frame_statistics import frame_statistics
+from sage_ray.rewards.build import build_scorers
+from sage_ray.rewards.scorer import Scorer
 from sage_ray.shapes.truth import judge
-from sage_ray.types import Scores
+from sage_ray.types import AXES, VideoScore
 
 
 class RewardWorker:
-    """Scores groups of clips. A non-finite score stays non-finite: it is counted and leaves its group later."""
+    """Scores videos. What cannot be scored is nan with its reason; it is never given a number."""
 
     def __init__(self, config: Config, device: str):
         torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
         self.config = config
-        self.scorer = VideoAlign.load(Path(config.reward.path), device, TORCH_DTYPES[config.reward.dtype])
+        self.scorers = build_scorers(config.reward, device)
+        self.parts = tuple(part for named in self.scorers for part in named.parts)
 
-    def score(self, frames: np.ndarray, prompt: str) -> Scores:
-        """Scores of one group. frames: uint8 [G, T, H, W, 3], all of one prompt."""
+    def ready(self) -> tuple[str, ...]:
+        """Names of the parts of every score, once all models are loaded."""
+        return self.parts
+
+    def score(self, indices: Sequence[int], prompts: Sequence[str], *groups: np.ndarray) -> list[VideoScore]:
+        """Scores of one batch, in order.
+
+        Args: indices: B positions in their groups. prompts: B texts. groups: B arrays uint8 [G, T, H, W, 3], the group
+            of each video (the same one may come several times; it is shared memory).
+        """
         start = time.monotonic()
-        axes = self.scorer.score(list(frames), [prompt] * len(frames), self.config.sampling.fps)
-        truth = matches = None
-        if self.config.reward.truth == "shapes":
-            seen = judge(torch.from_numpy(np.array(frames)), [prompt] * len(frames))
-            truth = torch.stack([seen.vq, seen.mq, seen.ta], 1).double().numpy()
-            matches = seen.matches.double().numpy()
-        return Scores(axes.cpu().double().numpy(), truth, matches, time.monotonic() - start)
+        videos = [group[index] for index, group in zip(indices, groups, strict=True)]
+        values, reasons = np.full((len(videos), 0), np.nan), [""] * len(videos)
+        for named in self.scorers:
+            columns, failed = self._score_with(named.scorer, len(named.parts), videos, prompts)
+            values = np.concatenate([values, columns], 1)
+            reasons = [old or new for old, new in zip(reasons, failed, strict=True)]
+        truths, matches = self._judge(videos, prompts)
+        seconds = (time.monotonic() - start) / len(videos)
+        return [
+            VideoScore(
+                parts=values[i],
+                reason=reasons[i] or ("" if np.isfinite(values[i]).all() else "a score is not finite"),
+                truth=truths[i],
+                match=matches[i],
+                frames={name: float(value[0]) for name, value in vars(frame_statistics(videos[i][None])).items()},
+                seconds=seconds,
+            )
+            for i in range(len(videos))
+        ]
 
-    def ready(self) -> bool:
-        """Answers once the model is loaded."""
-        return True
+    def _score_with(
+        self, scorer: Scorer, num_parts: int, videos: Sequence[np.ndarray], prompts: Sequence[str]
+    ) -> tuple[np.ndarray, list[str]]:
+        """(float64 [B, num_parts], reasons). A batch that fails is scored one by one: only the bad video is lost."""
+
+        def attempt(rows: slice) -> np.ndarray:
+            found = np.asarray(scorer.score(videos[rows], prompts[rows], self.config.sampling.fps), np.float64)
+            if found.shape != (len(videos[rows]), num_parts):
+                raise ValueError(f"scores of shape {found.shape}, {(len(videos[rows]), num_parts)} were expected")
+            return found
+
+        try:
+            return attempt(slice(None)), [""] * len(videos)
+        except (ValueError, RuntimeError, OSError) as error:
+            if len(videos) == 1:
+                return np.full((1, num_parts), np.nan), [f"{type(error).__name__}: {_first_line(error)}"]
+        single = [self._score_with(scorer, num_parts, [v], [p]) for v, p in zip(videos, prompts, strict=True)]
+        return np.concatenate([values for values, _ in single]), [reasons[0] for _, reasons in single]
+
+    def _judge(self, videos: Sequence[np.ndarray], prompts: Sequence[str]) -> tuple[Sequence, Sequence]:
+        """Truth [3] and match of every video, None without a judge."""
+        if self.config.reward.truth != "shapes":
+            return [None] * len(videos), [None] * len(videos)
+        seen = judge(torch.from_numpy(np.stack(videos)), list(prompts))
+        truth = torch.stack([seen.vq, seen.mq, seen.ta], 1).double().numpy()
+        assert truth.shape[1] == len(AXES)
+        return list(truth), seen.matches.double().tolist()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no further word"])[0]

@@ -41,7 +41,7 @@ def train(run: CheckedRun) -> None:
         raise RunStoppedError(_explain(run, controller, error)) from error
     finally:
         if controller is not None:
-            controller.metrics.close()
+            controller.close()
         ray.shutdown()
 
 
@@ -100,21 +100,23 @@ def _evaluate(run: CheckedRun, controller: Controller, progress: Progress, step:
         with progress.phase(f"evaluate {name} prompts"):
             chosen = spread(prompts, run.config.evaluation.num_prompts)
             result[name] = controller.evaluate(chosen, first, NUM_PREVIEWS)
-        for measure, total, axes in _measures(result[name]):
-            for label, values in (("total", total), *((axis, axes[:, k]) for k, axis in enumerate(AXES))):
+        for measure, total, names, axes in _measures(result[name]):
+            for label, values in (("total", total), *((axis, axes[:, k]) for k, axis in enumerate(names))):
                 metrics[f"evaluation/{name}/{measure}/{label}"] = float(np.nanmean(values))
                 by_prompt = values.reshape(-1, run.config.evaluation.videos_per_prompt)
                 metrics[f"evaluation/{name}/{measure}/{label}_error"] = mean_error(np.nanmean(by_prompt, axis=1))
     if averaged:
         controller.publish()
     controller.metrics.write(step, metrics)
+    controller.note(metrics)
     return result
 
 
-def _measures(evaluated: EvaluatedSet) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    measures = [("reward", evaluated.reward, evaluated.axes)]
+def _measures(evaluated: EvaluatedSet) -> list[tuple[str, np.ndarray, tuple[str, ...], np.ndarray]]:
+    """(measure, totals [N], names of the parts, parts [N, K])."""
+    measures = [("reward", evaluated.reward, evaluated.parts, evaluated.axes)]
     if evaluated.truth is not None and evaluated.truth_total is not None:
-        measures.append(("truth", evaluated.truth_total, evaluated.truth))
+        measures.append(("truth", evaluated.truth_total, AXES, evaluated.truth))
     return measures
 
 
@@ -132,7 +134,7 @@ def _report(
     for name in SETS:
         first, last = before[name], after[name]
         table = scores[name] = {"reward": (first.reward, last.reward)}
-        table |= {f"reward {axis}": (first.axes[:, k], last.axes[:, k]) for k, axis in enumerate(AXES)}
+        table |= {f"reward {part}": (first.axes[:, k], last.axes[:, k]) for k, part in enumerate(first.parts)}
         if first.truth is not None and last.truth is not None:
             table["truth"] = (first.truth_total, last.truth_total)
             table |= {f"truth {axis}": (first.truth[:, k], last.truth[:, k]) for k, axis in enumerate(AXES)}

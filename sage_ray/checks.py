@@ -12,7 +12,7 @@ from sage_ray.config_files import check_files
 from sage_ray.config_load import load_config
 from sage_ray.data.prompts import read_prompts
 from sage_ray.models.lora import check_adapter
-from sage_ray.rewards.videoalign import VideoAlign
+from sage_ray.rewards.build import check_runtime_env, check_scorers
 from sage_ray.shapes.world import parse_caption
 from sage_ray.training_schedule import training_schedule
 from sage_ray.types import Prompt
@@ -49,10 +49,9 @@ def problems(config: Config) -> list[str]:
 
 
 def _check_reward(config: Config) -> None:
-    try:
-        VideoAlign.check(Path(config.reward.path))
-    except ValueError as error:
-        raise ConfigError(f"reward.path={config.reward.path!r}: {error}") from error
+    check_scorers(config.reward)
+    if config.reward.runtime_env is not None:
+        check_runtime_env(Path(config.reward.runtime_env))
 
 
 def _check_prompts(config: Config) -> None:

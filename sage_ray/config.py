@@ -14,6 +14,8 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
+from omegaconf import MISSING
+
 SDE_TYPES = ("sage_grpo", "dance_grpo", "flow_grpo", "cps", "sage_cp", "ode")
 KL_MODES = ("none", "fixed", "stepwise", "moving", "dual_moving")
 DTYPES = ("float32", "bfloat16")
@@ -93,9 +95,25 @@ class DataConfig:
 
 
 @dataclass
+class ScorerConfig:
+    """A reward or measure beside VideoAlign."""
+
+    kind: str = MISSING
+    """clip_score, pick_score, http, or a class of one's own as "module:Class"."""
+    path: str | None = None
+    """Checkpoint folder (clip_score, pick_score)."""
+    url: str | None = None
+    """Address of the service (http)."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Weight of each of its parts in the reward; a part without one is logged and not trained on."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of a class of one's own."""
+
+
+@dataclass
 class RewardConfig:
-    path: str = "assets/shapes/reward/VideoReward"
-    """VideoAlign checkpoint directory (model_config.json, checkpoint-*/)."""
+    path: str | None = "assets/shapes/reward/VideoReward"
+    """VideoAlign checkpoint directory (model_config.json, checkpoint-*/); null does without VideoAlign."""
     dtype: str = "bfloat16"
     """Weights and compute dtype of the reward model."""
     setting: str = "B"
@@ -106,12 +124,24 @@ class RewardConfig:
     """Weight of motion quality; null takes the setting's."""
     weight_ta: float | None = None
     """Weight of text alignment; null takes the setting's."""
+    extra: dict[str, ScorerConfig] = field(default_factory=dict)
+    """Further scorers by a name of one's own, in YAML; their parts are called "name" or "name.part"."""
     truth: str | None = None
     """Held-out judge that is logged and never trained on: "shapes" in the small world."""
     num_workers: int = 1
-    """Reward actors."""
+    """Reward actors; each holds every scorer."""
+    gpus_per_worker: float | None = None
+    """GPU share of one reward actor; null takes a whole one, or what is left where GPUs are shared."""
+    runtime_env: str | None = None
+    """YAML file with a Ray runtime_env for the reward actors, for a reward with pins of its own."""
+    max_batch_tokens: int = 65536
+    """Vision tokens that a reward actor scores at once."""
+    max_pending: int = 4096
+    """Videos waiting for a score above which no further group is generated."""
     timeout_s: float = 600.0
-    """A score that takes longer counts as failed."""
+    """A batch that takes longer counts as failed; its videos are tried once more on another actor."""
+    max_failed_share: float = 0.25
+    """Share of an iteration's videos without a score above which the run stops."""
 
 
 @dataclass

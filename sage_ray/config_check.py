@@ -56,7 +56,9 @@ AT_LEAST: dict[str, float] = {
     "sampling.guidance_scale": 1, "sampling.sde_window_start": 0, "sampling.sde_window_size": 1,
     "sampling.sde_window_stride": 1, "sampling.sde_window_interval": 1,
     "data.group_size": 2, "data.num_prompts": 1, "data.batch_size": 1, "data.gradient_accumulation_steps": 1,
-    "reward.num_workers": 1, "advantage.min_std": 0, "loss.num_updates": 1, "loss.num_epochs": 1,
+    "reward.num_workers": 1,
+    "reward.max_batch_tokens": 1, "reward.max_pending": 1, "reward.max_failed_share": 0,
+    "advantage.min_std": 0, "loss.num_updates": 1, "loss.num_epochs": 1,
     "loss.equalizer_eps": 0, "kl.share_interval": 0, "lora.rank": 0,
     "optimizer.warmup_steps": 0, "optimizer.min_factor": 0,
     "kl.coef": 0, "kl.min_coef": 0, "kl.moving_weight": 0, "kl.step_weight": 0,
@@ -69,16 +71,16 @@ AT_LEAST: dict[str, float] = {
 
 POSITIVE = (
     "sampling.shift", "sampling.fps", "reward.timeout_s", "advantage.eps", "advantage.clip", "loss.clip_range",
-    "optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm", "lora.alpha",
+    "optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm", "lora.alpha", "reward.gpus_per_worker",
     "sampling.sde_fraction", "loss.timestep_fraction",
     "learner.timeout_s", "rollout.timeout_s", "cluster.start_timeout_s",
 )  # fmt: skip
 
 BELOW_ONE = ("loss.clip_range", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "optimizer.ema_decay")
 
-AT_MOST_ONE = ("sampling.sde_fraction", "loss.timestep_fraction", "optimizer.min_factor")
+AT_MOST_ONE = ("reward.max_failed_share", "sampling.sde_fraction", "loss.timestep_fraction", "optimizer.min_factor")
 
-NOT_EMPTY = ("output_dir", "model.path", "reward.path", "data.prompts")
+NOT_EMPTY = ("output_dir", "model.path", "data.prompts")
 
 
 def validate(config: Config) -> None:
@@ -183,7 +185,7 @@ def _kl_and_reward(config: Config) -> Iterator[Broken]:
         for key in ("kl.coef", "kl.min_coef"):
             if value_at(config, key) > kl.weight:
                 yield Broken(key, f"must be at most kl.weight={kl.weight}, the largest lambda")
-    if not any(axis_weights(reward)):
+    if reward.path is not None and not reward.extra and not any(axis_weights(reward)):
         yield Broken("reward.weight_ta", "weight_vq, weight_mq and weight_ta must not all be 0")
     if config.evaluation.num_prompts > 0 and not config.data.held_out_prompts:
         yield Broken("data.held_out_prompts", "must not be empty while evaluation.num_prompts is greater than 0")

@@ -6,6 +6,7 @@ Flags of the official program are accepted too (config_official), with its way o
 from __future__ import annotations
 
 import difflib
+import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -184,6 +185,8 @@ def _assign(merged: DictConfig, setting: Setting) -> None:
     try:
         OmegaConf.update(merged, setting.key, value)
     except OmegaConfBaseException as error:
+        if typing.get_origin(kind) is dict and isinstance(value, dict):
+            raise ConfigError(f"{setting.key}={value!r} {setting.source}: {_first_line(error)}") from error
         raise _wrong_type(setting) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,13 +11,29 @@ from sage_ray.advantage import Advantages, combine
 from sage_ray.rollout_log import RolloutRow
 from sage_ray.types import AXES, GroupInfo, Prompt, Scores
 
-AxisWeights = tuple[float, float, float]
+
+class RewardParts(NamedTuple):
+    """The parts of the run's reward. A part of weight 0 is a measure: it is logged, and its failure fails nothing;
+    VideoAlign's axes come from one forward and always count."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def trained(self) -> list[int]:
+        """Columns that the reward needs."""
+        return [k for k, name in enumerate(self.names) if self.weights[k] != 0 or name in AXES]
+
+    def total(self, axes: np.ndarray) -> np.ndarray:
+        """Weighted sum of [..., K] (eq. 33), nan where a needed part is not finite; returns [...]."""
+        return combine(axes[..., self.trained], [self.weights[k] for k in self.trained])
 
 
 def iteration_metrics(
-    scores: Sequence[Scores], infos: Sequence[GroupInfo], advantages: Advantages, weights: AxisWeights
+    scores: Sequence[Scores], infos: Sequence[GroupInfo], advantages: Advantages, parts: RewardParts
 ) -> dict[str, float]:
     """Means over the videos that were scored, counters of those that were not, and seconds summed over workers."""
+    axes_PGK = np.stack([score.axes for score in scores])
     metrics = {
         "reward/failed": float(advantages.num_failed),
         "reward/small_groups": float(advantages.num_small_groups),
@@ -24,17 +41,39 @@ def iteration_metrics(
         "rollout/denoise_s": float(sum(info.denoise_s for info in infos)),
         "rollout/decode_s": float(sum(info.decode_s for info in infos)),
         "reward/score_s": float(sum(score.seconds for score in scores)),
+        "reward/std_in_group": _mean([_std(parts.total(group)) for group in axes_PGK]),
+        "reward/total": _mean(parts.total(axes_PGK)),
     }
-    axes_PG3 = np.stack([score.axes for score in scores])
-    metrics["reward/std_in_group"] = float(np.nanmean([np.nanstd(combine(s.axes, weights)) for s in scores]))
-    metrics |= _means("reward", axes_PG3, weights)
+    metrics |= {f"reward/{name}": _mean(axes_PGK[..., k]) for k, name in enumerate(parts.names)}
     truths = [score.truth for score in scores if score.truth is not None]
-    return metrics | (_means("truth", np.stack(truths), weights) if truths else {})
+    if truths:
+        metrics |= _truth_means(np.stack(truths), parts)
+    for name in dict.fromkeys(name for score in scores for name in score.frames):
+        metrics[f"frames/{name}"] = _mean([s.frames[name] for s in scores if name in s.frames])
+    return metrics
 
 
-def _means(name: str, axes_PG3: np.ndarray, weights: AxisWeights) -> dict[str, float]:
-    means = {f"{name}/{axis}": float(np.nanmean(axes_PG3[..., k])) for k, axis in enumerate(AXES)}
-    return {f"{name}/total": float(np.nanmean(combine(axes_PG3, weights)))} | means
+def truth_weights(parts: RewardParts) -> tuple[float, ...]:
+    """Weights of truth's VQ, MQ and TA: those of the reward, or equal ones where the reward has no such axes."""
+    found = dict(zip(parts.names, parts.weights, strict=True))
+    return tuple(found[axis] for axis in AXES) if set(AXES) <= found.keys() else (1.0, 1.0, 1.0)
+
+
+def _truth_means(truth_PG3: np.ndarray, parts: RewardParts) -> dict[str, float]:
+    means = {f"truth/{axis}": _mean(truth_PG3[..., k]) for k, axis in enumerate(AXES)}
+    return {"truth/total": _mean(combine(truth_PG3, truth_weights(parts)))} | means
+
+
+def _mean(values) -> float:
+    """Mean of the finite values, nan when there is none."""
+    array = np.asarray(values, np.float64)
+    array = array[np.isfinite(array)]
+    return float(array.mean()) if array.size else float("nan")
+
+
+def _std(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.std()) if finite.size else float("nan")
 
 
 def rollout_rows(
@@ -43,7 +82,7 @@ def rollout_rows(
     scores: Sequence[Scores],
     infos: Sequence[GroupInfo],
     advantages: Advantages,
-    weights: AxisWeights,
+    parts: RewardParts,
 ) -> list[RolloutRow]:
     """One row per video, in group order; failed numbers are None."""
     return [
@@ -55,20 +94,23 @@ def rollout_rows(
             group=info.group,
             sample=sample,
             policy_version=info.policy_version,
-            reward=_number(combine(score.axes[sample], weights)),
+            reward=_number(parts.total(score.axes[sample])),
             advantage=float(advantages.values[g, sample]) if advantages.weights[g, sample] > 0 else None,
             generate_s=info.denoise_s + info.decode_s,
             score_s=score.seconds,
-            **{axis: _number(score.axes[sample, k]) for k, axis in enumerate(AXES)},
-            **({} if score.truth is None else _truth(score.truth[sample], weights)),
+            failure=(score.reasons[sample] or None) if score.reasons else None,
+            parts={name: _number(score.axes[sample, k]) for k, name in enumerate(parts.names) if name not in AXES},
+            frames={name: _number(values[sample]) for name, values in score.frames.items()},
+            **{name: _number(score.axes[sample, k]) for k, name in enumerate(parts.names) if name in AXES},
+            **({} if score.truth is None else _truth(score.truth[sample], parts)),
         )
         for g, (prompt, score, info) in enumerate(zip(prompts, scores, infos, strict=True))
         for sample in range(len(score.axes))
     ]
 
 
-def _truth(axes: np.ndarray, weights: AxisWeights) -> dict[str, float | None]:
-    return {"truth": _number(combine(axes, weights))} | {
+def _truth(axes: np.ndarray, parts: RewardParts) -> dict[str, float | None]:
+    return {"truth": _number(combine(axes, truth_weights(parts)))} | {
         f"truth_{axis}": _number(axes[k]) for k, axis in enumerate(AXES)
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow
@@ -26,13 +26,19 @@ class RolloutRow:
     """Position in the group."""
     policy_version: int
     """Optimizer steps of the policy that sampled it."""
-    VQ: float | None
-    MQ: float | None
-    TA: float | None
     reward: float | None
     advantage: float | None
     generate_s: float | None
     score_s: float | None
+    VQ: float | None = None
+    MQ: float | None = None
+    TA: float | None = None
+    failure: str | None = None
+    """Why there is no score."""
+    parts: dict[str, float | None] = field(default_factory=dict)
+    """Further parts of the reward, and measures."""
+    frames: dict[str, float | None] = field(default_factory=dict)
+    """Statistics of the pixels (frame_statistics)."""
     truth: float | None = None
     """Held-out judge, total and axes, where the run has one."""
     truth_VQ: float | None = None
@@ -40,11 +46,17 @@ class RolloutRow:
     truth_TA: float | None = None
 
 
-ARROW = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string()}
+ARROW = {
+    "int": pyarrow.int64(),
+    "float": pyarrow.float64(),
+    "str": pyarrow.string(),
+    "dict[str, float | None]": pyarrow.map_(pyarrow.string(), pyarrow.float64()),
+}
+MAPS = tuple(column.name for column in dataclasses.fields(RolloutRow) if str(column.type).startswith("dict"))
 
 SCHEMA = pyarrow.schema(
-    pyarrow.field(field.name, ARROW[field.type.removesuffix(" | None")], nullable=field.type.endswith(" | None"))
-    for field in dataclasses.fields(RolloutRow)
+    pyarrow.field(column.name, ARROW[column.type.removesuffix(" | None")], nullable=column.type.endswith(" | None"))
+    for column in dataclasses.fields(RolloutRow)
 )
 """Columns of the file; the annotations above are text because of the __future__ import."""
 
@@ -65,6 +77,7 @@ class RolloutLog:
         if others := [row.iteration for row in rows if row.iteration != iteration]:
             raise ValueError(f"iteration={others[0]}: every row must be of iteration {iteration}")
         columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
+        columns |= {name: [list(values.items()) for values in columns[name]] for name in MAPS}
         try:
             table = pyarrow.table(columns, schema=SCHEMA)
         except pyarrow.ArrowException as error:
@@ -82,4 +95,4 @@ def read_rollouts(folder: str | Path) -> list[RolloutRow]:
     if not files:
         raise ValueError(f"{folder}: holds no iteration_*.parquet")
     rows = [row for file in files for row in pyarrow.parquet.read_table(file, schema=SCHEMA).to_pylist()]
-    return [RolloutRow(**row) for row in rows]
+    return [RolloutRow(**row | {name: dict(row[name]) for name in MAPS}) for row in rows]

@@ -6,7 +6,7 @@ Arrays are numpy because Ray's object store shares numpy without a copy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -93,11 +93,28 @@ class GroupInfo:
 
 
 @dataclass(frozen=True)
+class VideoScore:
+    """Scores of one video. parts: float64 [K], nan where scoring failed; reason: why, else empty; truth: float64 [3] or
+    None; match: 1.0 where the clip is what its caption says; frames: statistics of its pixels; seconds: its share of
+    the wall time of scoring."""
+
+    parts: np.ndarray
+    reason: str
+    truth: np.ndarray | None
+    match: float | None
+    frames: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Scores:
-    """Rewards of one group. axes: float64 [G, 3] (VQ, MQ, TA), nan where scoring failed; truth: [G, 3] or None;
-    matches: float64 [G], 1.0 where the clip is what its caption says, or None; seconds: wall time of scoring."""
+    """Rewards of one group. axes: float64 [G, K], the run's reward parts (VQ, MQ, TA and further ones), nan where
+    scoring failed; reasons: G texts, empty where it did not; truth: [G, 3] or None; matches: float64 [G] or None;
+    frames: statistic -> [G]; seconds: wall time of scoring."""
 
     axes: np.ndarray
     truth: np.ndarray | None
     matches: np.ndarray | None
     seconds: float
+    reasons: tuple[str, ...] = ()
+    frames: dict[str, np.ndarray] = field(default_factory=dict)

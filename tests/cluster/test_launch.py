@@ -55,6 +55,30 @@ def test_the_ring_finishes_with_each_method_and_kl_mode(tmp_path: Path, sde_type
         assert 0 < last["kl/gradient_share"] < 1 and first["kl/gradient_share"] == 0
 
 
+def test_a_reward_that_fails_for_some_videos_reaches_nobody_as_a_number(tmp_path: Path) -> None:
+    """A scorer of the test's own beside VideoAlign gives nan for about half of the videos, and one group gets none."""
+    output = tmp_path / "run"
+    extra = "{mine: {kind: 'tests.cluster.scorers:HalfBroken', weights: {half: 0.5}}}"
+    overrides = [f"reward.extra={extra}", "reward.max_failed_share=1", "evaluation.num_prompts=0"]
+    done = launch("train", f"output_dir={output}", *overrides, *SMALL, "num_iterations=2")
+    assert done.returncode == 0, done.stderr
+    rows = read_rollouts(output / "rollouts")
+    broken = [row for row in rows if row.failure is not None]
+    assert 0 < len(broken) < len(rows)
+    for row in rows:
+        assert (row.reward is None) == (row.failure is not None) == (row.parts["mine"] is None)
+        assert row.VQ is not None and row.frames["brightness"] is not None
+        if row.reward is None:
+            assert row.advantage is None
+        else:
+            expected = 0.5 * row.VQ + 0.5 * row.MQ + row.TA + 0.5 * row.parts["mine"]
+            assert row.reward == pytest.approx(expected, rel=1e-9)
+    metrics = read_metrics(output / "metrics.jsonl")
+    assert sum(row["reward/failed"] for row in metrics) == len(broken)
+    stopped = launch("train", f"output_dir={tmp_path / 'again'}", overrides[0], "evaluation.num_prompts=0", *SMALL)
+    assert stopped.returncode == 1 and "reward.max_failed_share=0.25" in stopped.stderr
+
+
 def test_every_other_knob_turned_at_once(tmp_path: Path) -> None:
     """LoRA on two ranks, Muon, moving average, cosine, two epochs of two updates, sliding window, axes."""
     output = tmp_path / "run"
@@ -184,7 +208,7 @@ def latin_prompts(tmp_path: Path) -> list[str]:
 
 
 def foreign_prompts(tmp_path: Path) -> list[str]:
-    (tmp_path / "foreign.txt").write_text("\n".join(f"a dog number {i}" for i in range(20)))
+    (tmp_path / "foreign.txt").write_text("\n".join(f"a dog number {i}" for i in range(40)))
     return [f"data.prompts=[{tmp_path / 'foreign.txt'}]"]
 
 

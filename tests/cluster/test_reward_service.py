@@ -1,60 +1,154 @@
-"""A group that cannot be scored has no numbers; when nothing can be scored the run stops."""
+"""The reward service under load: workers that die, hang and fail. Nothing is lost, invented or given twice."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
 
 from actors.cluster import Layout
-from actors.pools import RewardService
+from actors.pools import GroupRefs
+from actors.reward_service import RewardService
+from sage_ray.types import GroupRequest, Prompt, Scores
 from tests.small import small_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
-PROMPT = "a small red circle moves left slowly on a gray background"
+CAPTION = "a small red circle moves left slowly on a gray background"
+GROUP_SIZE = 4
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory, ray_cluster):
-    made = RewardService(
-        small_config(tmp_path_factory.mktemp("reward"), ["reward.timeout_s=120"]), Layout("cpu", 0, 0, 0)
+def group(number: int, prompt: str, frames: np.ndarray) -> GroupRefs:
+    """A finished group of the rollout pool, as far as the service looks at it."""
+    request = GroupRequest(
+        step=0,
+        group=number,
+        prompt=Prompt(number, prompt),
+        group_size=len(frames),
+        policy_version=0,
+        seed=0,
+        sigmas=(1.0, 0.0),
+        sde_type="ode",
+        eta=0.0,
+        sde_steps=(),
     )
-    ray.get(made.ready(), timeout=120)
-    yield made
-    for worker in made.workers:
-        ray.kill(worker)
+    nothing = ray.put(None)
+    return GroupRefs(request, nothing, ray.put(frames), nothing)
 
 
-def clips(dtype: type) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 255, (4, 9, 32, 32, 3)).astype(dtype)
+def clips(number: int, size: int = 8) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 255, (GROUP_SIZE, 3, size, size, 3), np.uint8)
 
 
-def test_a_failed_group_is_nan_and_the_others_keep_their_scores(service) -> None:
-    worker = service.workers[0]
-    refs = [worker.score.remote(clips(np.uint8), PROMPT), worker.score.remote(clips(np.float32), PROMPT)]
-    good, bad = service.collect(refs, 4)
-    assert np.isfinite(good.axes).all() and np.isfinite(good.truth).all()
-    assert bad.axes.shape == (4, 3) and np.isnan(bad.axes).all() and np.isnan(bad.truth).all()
+def brightness_service(tmp_path: Path, workers: int, *overrides: str) -> RewardService:
+    extra = (
+        f"{{mine: {{kind: 'tests.cluster.scorers:Brightness', weights: {{brightness: 1}}, "
+        f"options: {{folder: {tmp_path}}}}}}}"
+    )
+    config = small_config(
+        tmp_path,
+        [
+            "reward.path=null",
+            f"reward.extra={extra}",
+            "reward.truth=null",
+            f"reward.num_workers={workers}",
+            *overrides,
+        ],
+    )
+    service = RewardService(config, Layout("cpu", 0, 0, 0), batch_videos=16)
+    assert service.start() == ("mine.brightness", "mine.frames")
+    return service
 
 
-def test_nothing_scored_raises_the_reason(service) -> None:
-    ref = service.workers[0].score.remote(clips(np.float32), PROMPT)
-    with pytest.raises(ray.exceptions.RayTaskError, match="uint8"):
-        service.collect([ref], 4)
+def end(service: RewardService) -> None:
+    service.close()
+    for worker in service.workers:
+        ray.kill(worker.actor)
 
 
-def test_a_late_group_is_nan(service) -> None:
-    quick = service.workers[0].score.remote(clips(np.uint8), PROMPT)
-    never = _never.remote()
-    service.timeout_s = 5.0
+def test_two_hundred_videos_with_one_worker_killed_and_one_hung(tmp_path: Path) -> None:
+    """50 groups of 4 on three workers. The first video of the prompt "die" kills its worker, "hang" hangs another."""
+    service = brightness_service(tmp_path, 3, "reward.timeout_s=4")
+    commands = {10: "hang", 20: "die", 30: "error", 40: "nan"}
+    frames = [clips(number) for number in range(50)]
+    futures: list[Future[Scores]] = [
+        service.score(group(number, commands.get(number, "fine"), video), GROUP_SIZE)
+        for number, video in enumerate(frames)
+    ]
     try:
-        good, late = service.collect([quick, never], 4)
+        scores = service.collect(futures)
     finally:
-        service.timeout_s = 120.0
-    assert np.isfinite(good.axes).all() and np.isnan(late.axes).all()
-    ray.cancel(never, force=True)
+        end(service)
+    assert (tmp_path / "hang").exists() and (tmp_path / "die").exists()
+    for number, (score, video) in enumerate(zip(scores, frames, strict=True)):
+        expected = video.reshape(GROUP_SIZE, -1).mean(1)
+        if commands.get(number) in ("error", "nan"):
+            assert np.isnan(score.axes[:, 0]).all() and all(score.reasons)
+        else:
+            np.testing.assert_array_equal(score.axes[:, 0], expected)
+            np.testing.assert_array_equal(score.axes[:, 1], 3.0)
+            assert score.reasons == ("",) * GROUP_SIZE
+    assert scores[30].reasons[0] == "ValueError: this prompt cannot be scored"
+    assert scores[40].reasons[0] == "a score is not finite" and np.isfinite(scores[40].axes[:, 1]).all()
+    assert service.counts["deaths"] >= 1 and service.counts["timeouts"] >= 1
+    assert service.counts["failed"] == 2 * GROUP_SIZE
+    assert service.num_pending == 0 and not service._queue
 
 
-@ray.remote(num_cpus=0)
-def _never() -> None:
-    import time
+def test_too_many_failures_stop_the_run_with_the_reason(tmp_path: Path) -> None:
+    service = brightness_service(tmp_path, 1, "reward.max_failed_share=0.4")
+    try:
+        one_of_three = [service.score(group(n, "error" if n == 0 else "fine", clips(n)), GROUP_SIZE) for n in range(3)]
+        assert sum(bool(reason) for score in service.collect(one_of_three) for reason in score.reasons) == 4
+        half = [service.score(group(n, "error" if n == 0 else "fine", clips(n)), GROUP_SIZE) for n in range(2)]
+        with pytest.raises(RuntimeError, match=r"4 of 8 videos .*max_failed_share=0.4.*cannot be scored"):
+            service.collect(half)
+    finally:
+        end(service)
 
-    time.sleep(100)
+
+def test_no_worker_left_fails_everything_in_bounded_time(tmp_path: Path) -> None:
+    """The only worker dies and cannot be started again: its class is gone."""
+    service = brightness_service(tmp_path, 1, "cluster.start_timeout_s=60", "reward.max_failed_share=1")
+    service.config.reward.extra["mine"].kind = "tests.cluster.scorers:Gone"
+    try:
+        futures = [service.score(group(n, "die" if n == 0 else "fine", clips(n)), GROUP_SIZE) for n in range(3)]
+        scores = service.collect(futures)
+    finally:
+        end(service)
+    assert any(reason == "no reward worker is left" for score in scores for reason in score.reasons)
+    for score in scores:
+        for row, reason in zip(score.axes, score.reasons, strict=True):
+            assert np.isfinite(row).all() if not reason else np.isnan(row).all()
+
+
+def test_videoalign_and_truth_in_one_worker(tmp_path: Path) -> None:
+    """The shipped reward: a group with a float clip loses the group's scores and no other's."""
+    service = RewardService(small_config(tmp_path), Layout("cpu", 0, 0, 0), batch_videos=8)
+    assert service.start() == ("VQ", "MQ", "TA")
+    good = np.random.default_rng(0).integers(0, 255, (GROUP_SIZE, 9, 32, 32, 3), np.uint8)
+    try:
+        futures = [
+            service.score(group(n, CAPTION, v), GROUP_SIZE) for n, v in enumerate((good, good.astype(np.float32)))
+        ]
+        fine, bad = (future.result(timeout=120) for future in futures)
+    finally:
+        end(service)
+    assert fine.axes.shape == (GROUP_SIZE, 3) and np.isfinite(fine.axes).all() and np.isfinite(fine.truth).all()
+    assert "high_frequency" in fine.frames
+    assert np.isnan(bad.axes).all() and "uint8" in bad.reasons[0]
+
+
+def test_generation_waits_for_room(tmp_path: Path) -> None:
+    service = brightness_service(tmp_path, 1, "reward.max_pending=8")
+    try:
+        futures = []
+        for number in range(12):
+            futures.append(service.score(group(number, "fine", clips(number)), GROUP_SIZE))
+            service.wait_for_room()
+            assert service.num_pending <= 8
+        assert len(service.collect(futures)) == 12
+    finally:
+        end(service)

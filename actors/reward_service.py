@@ -1,0 +1,279 @@
+"""The reward service: reward workers behind a queue of single videos.
+
+A video is scored as soon as it is there, while others are still being generated, in batches as large as the token
+budget allows. A batch that fails, hangs or whose worker dies is tried once more, video by video, on another worker;
+then a video is marked failed with its reason. Nothing is ever given a number that no scorer gave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from actors.cluster import Layout, start_actor, wait_until_ready
+from actors.pools import GroupRefs
+from actors.reward_worker import RewardWorker
+from actors.wait import REPORT_S
+from sage_ray.config import Config
+from sage_ray.rewards.build import check_runtime_env
+from sage_ray.types import Scores, VideoScore
+
+logger = logging.getLogger("sage_ray")
+
+
+@dataclass(eq=False)
+class _Video:
+    """One video on its way. avoid: workers that failed on it; alone: to be scored by itself."""
+
+    frames: ray.ObjectRef
+    index: int
+    prompt: str
+    done: asyncio.Future[VideoScore]
+    avoid: set[int] = field(default_factory=set)
+    alone: bool = False
+
+
+@dataclass(eq=False)
+class _Worker:
+    """One replica; generation counts its restarts."""
+
+    number: int
+    actor: ray.actor.ActorHandle
+    generation: int = 0
+
+
+class RewardService:
+    """Replicas of the reward worker. Scheduling runs in a thread of its own, beside the controller's waits.
+
+    Args: batch_videos: videos of one forward, from the token budget.
+    """
+
+    def __init__(self, config: Config, layout: Layout, batch_videos: int):
+        self.config, self.layout, self.batch_videos = config, layout, batch_videos
+        self.timeout_s = config.reward.timeout_s
+        self.counts: Counter[str] = Counter()
+        self.parts: tuple[str, ...] = ()
+        self.workers = [_Worker(number, self._start_worker()) for number in range(config.reward.num_workers)]
+        self._queue: deque[_Video] = deque()
+        self._num_submitted = self._num_finished = 0  # the caller's thread writes the first, the loop's the second
+        self._loop = asyncio.new_event_loop()
+        self._arrived = asyncio.Condition()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="reward-service", daemon=True)
+
+    def _start_worker(self) -> ray.actor.ActorHandle:
+        return start_actor(
+            RewardWorker, self.layout.gpus_reward, self.config, self.layout.device, runtime_env=self._runtime_env()
+        )
+
+    def _runtime_env(self) -> dict[str, Any]:
+        file = self.config.reward.runtime_env
+        return {} if file is None else check_runtime_env(Path(file))
+
+    def start(self) -> tuple[str, ...]:
+        """Wait until every worker has loaded its models; the names of the parts of a score."""
+        refs = [worker.actor.ready.remote() for worker in self.workers]
+        answers = wait_until_ready(refs, "the reward workers", self.config.cluster.start_timeout_s)
+        if len(set(answers)) != 1:
+            raise RuntimeError(f"the reward workers score different parts: {sorted(set(answers))}")
+        self.parts = answers[0]
+        self._thread.start()
+        for worker in self.workers:
+            self._submit(self._serve(worker))
+        return self.parts
+
+    def close(self) -> None:
+        """End the thread; the workers end with Ray."""
+        if self._thread.is_alive():
+            self._submit(self._cancel()).result(timeout=REPORT_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=REPORT_S)
+
+    async def _cancel(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def score(self, refs: GroupRefs, group_size: int) -> Future[Scores]:
+        """The group's Scores, some time; scoring starts when its frames are there."""
+        self._num_submitted += group_size
+        return self._submit(self._score_group(refs, group_size))
+
+    @property
+    def num_pending(self) -> int:
+        """Videos that were submitted and have neither a score nor a reason yet."""
+        return self._num_submitted - self._num_finished
+
+    def wait_for_room(self) -> None:
+        """Block while more than reward.max_pending videos wait: generation must not run away from scoring."""
+        start = said = time.monotonic()
+        while self.num_pending > self.config.reward.max_pending:
+            time.sleep(0.05)
+            if time.monotonic() - said > REPORT_S:
+                said = time.monotonic()
+                logger.warning("%d videos wait for a score since %.0f s", self.num_pending, said - start)
+
+    def collect(self, futures: Sequence[Future[Scores]]) -> list[Scores]:
+        """Scores of every group. Videos that failed have nan parts and a reason.
+
+        Raises: RuntimeError when more than reward.max_failed_share of the videos failed, with the commonest reason.
+        """
+        scores, said = [], time.monotonic()
+        for number, future in enumerate(futures):
+            while True:
+                try:
+                    scores.append(future.result(timeout=REPORT_S))
+                    break
+                except TimeoutError:
+                    if time.monotonic() - said >= REPORT_S:
+                        said = time.monotonic()
+                        logger.warning("still waiting for scores: %d of %d groups done", number, len(futures))
+        reasons = Counter(reason for score in scores for reason in score.reasons if reason)
+        num_failed, num_videos = sum(reasons.values()), sum(len(score.axes) for score in scores)
+        for reason, count in reasons.most_common(3):
+            logger.warning("%d videos have no score: %s", count, reason)
+        if num_failed > self.config.reward.max_failed_share * num_videos:
+            raise RuntimeError(
+                f"{num_failed} of {num_videos} videos have no score (reward.max_failed_share="
+                f"{self.config.reward.max_failed_share:g}); the commonest reason: {reasons.most_common(1)[0][0]}"
+            )
+        return scores
+
+    def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _score_group(self, refs: GroupRefs, group_size: int) -> Scores:
+        videos = [
+            _Video(refs.frames, index, refs.request.prompt.text, self._loop.create_future())
+            for index in range(group_size)
+        ]
+        await self._put(videos)
+        return as_scores([await video.done for video in videos])
+
+    async def _put(self, videos: Sequence[_Video], front: bool = False) -> None:
+        async with self._arrived:
+            self._queue.extendleft(reversed(videos)) if front else self._queue.extend(videos)
+            self._arrived.notify_all()
+
+    async def _take(self, worker: _Worker) -> list[_Video]:
+        """The next batch for a worker. A video avoids a worker that failed on it as long as there is another."""
+        async with self._arrived:
+            while True:
+                alternatives = len(self.workers) > 1
+                mine = [v for v in self._queue if not (alternatives and worker.number in v.avoid)]
+                if mine:
+                    break
+                await self._arrived.wait()
+            together = [v for v in mine if not v.alone][: self.batch_videos]
+            batch = mine[:1] if mine[0].alone else together
+            for video in batch:
+                self._queue.remove(video)
+            return batch
+
+    async def _serve(self, worker: _Worker) -> None:
+        """Score batch after batch on one worker, until it cannot be kept alive."""
+        while True:
+            batch = await self._take(worker)
+            ref = worker.actor.score.options(name=f"score {len(batch)} videos").remote(
+                [video.index for video in batch], [video.prompt for video in batch], *(video.frames for video in batch)
+            )
+            try:
+                results = await asyncio.wait_for(asyncio.wrap_future(ref.future()), self.timeout_s)
+            except TimeoutError:
+                await self._retry(batch, worker, f"no score within {self.timeout_s:.0f} s", "timeouts")
+                if not await self._replace(worker):
+                    return
+            except ray.exceptions.RayActorError:
+                await self._retry(batch, worker, "the reward worker died", "deaths")
+                if not await self._replace(worker):
+                    return
+            except ray.exceptions.RayError as error:
+                await self._retry(batch, worker, str(error).strip().splitlines()[-1], "errors")
+            else:
+                again = []
+                for video, result in zip(batch, results, strict=True):
+                    if result.reason and not video.avoid:
+                        again.append(video)
+                    else:
+                        self._finish(video, result)
+                if again:
+                    await self._retry(again, worker, "", "errors")
+
+    async def _retry(self, batch: list[_Video], worker: _Worker, reason: str, kind: str) -> None:
+        """Once more, each by itself; a video that has failed before is given up."""
+        self.counts[kind] += 1
+        again = [video for video in batch if not video.avoid]
+        for video in batch:
+            if video.avoid:
+                self._finish(video, failed(reason, len(self.parts)))
+        for video in again:
+            video.avoid.add(worker.number)
+            video.alone = True
+        self.counts["retries"] += len(again)
+        await self._put(again, front=True)
+
+    def _finish(self, video: _Video, result: VideoScore) -> None:
+        if not video.done.done():
+            self._num_finished += 1
+            self.counts["failed"] += bool(result.reason)
+            video.done.set_result(result)
+
+    async def _replace(self, worker: _Worker) -> bool:
+        """Start a worker in place of a dead or hung one; False when it does not come up, then it serves no more."""
+        ray.kill(worker.actor)
+        logger.warning("reward worker %d is started again", worker.number)
+        worker.actor, worker.generation = self._start_worker(), worker.generation + 1
+        try:
+            ready = asyncio.wrap_future(worker.actor.ready.remote().future())
+            await asyncio.wait_for(ready, self.config.cluster.start_timeout_s)
+            return True
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            logger.warning("reward worker %d did not come up again: %s", worker.number, error)
+        self.workers.remove(worker)
+        if not self.workers:
+            await self._give_up()
+        else:
+            await self._put([])  # the others may now take what avoided them
+        return False
+
+    async def _give_up(self) -> None:
+        """No worker is left: every waiting video has failed, and so does every later one."""
+        while True:
+            async with self._arrived:
+                while not self._queue:
+                    await self._arrived.wait()
+                waiting = list(self._queue)
+                self._queue.clear()
+            for video in waiting:
+                self._finish(video, failed("no reward worker is left", len(self.parts)))
+
+
+def failed(reason: str, num_parts: int) -> VideoScore:
+    """A video without a score."""
+    return VideoScore(np.full(num_parts, np.nan), reason, None, None, {}, 0.0)
+
+
+def as_scores(videos: Sequence[VideoScore]) -> Scores:
+    """Scores of a group from those of its videos; truth of a failed video is nan where others are judged."""
+    judged = any(video.truth is not None for video in videos)
+    names = next((tuple(video.frames) for video in videos if video.frames), ())
+    unknown = np.full(3, np.nan)
+    return Scores(
+        axes=np.stack([video.parts for video in videos]),
+        truth=np.stack([unknown if v.truth is None else v.truth for v in videos]) if judged else None,
+        matches=np.array([np.nan if v.match is None else v.match for v in videos]) if judged else None,
+        seconds=sum(video.seconds for video in videos),
+        reasons=tuple(video.reason for video in videos),
+        frames={name: np.array([video.frames.get(name, np.nan) for video in videos]) for name in names},
+    )
