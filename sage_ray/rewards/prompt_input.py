@@ -13,7 +13,8 @@ from sage_ray.rewards.checkpoint import REWARD_TOKENS
 BEFORE_VIDEO = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
 AFTER_VIDEO = "<|vision_end|>"
 AFTER_TEMPLATE = "<|im_end|>\n<|im_start|>assistant\n"
-MAX_CACHED = 4096
+MAX_CACHED = 256
+"""Prompts whose ids are kept; an iteration scores each prompt several times."""
 
 
 class PromptEncoder:
@@ -59,7 +60,7 @@ class PromptEncoder:
             if self._count_special(ids) != self.num_special:
                 raise ValueError(f"prompt {prompt!r}: must not form a special token with the template around it")
             if len(self._cache) >= MAX_CACHED:
-                self._cache.clear()
+                del self._cache[next(iter(self._cache))]
             self._cache[prompt] = ids, positions
         return self._cache[prompt]
 
