@@ -58,8 +58,13 @@ def plan_layout(config: Config, num_gpus: float) -> Layout:
     reward_share = 1 if config.reward.gpus_per_worker is None else config.reward.gpus_per_worker
     need = counts[0] * config.rollout.gpus_per_group + counts[1] * reward_share + counts[2]
     if need > num_gpus >= 1 and config.cluster.share_gpu and config.learner.num_ranks == 1:
-        share = 1 / math.ceil(sum(counts) / num_gpus)
-        return Layout("cuda", share, share, share)
+        if config.reward.gpus_per_worker is None:
+            share = 1 / math.ceil(sum(counts) / num_gpus)
+            return Layout("cuda", share, share, share)
+        left = 1 - counts[1] * reward_share
+        if num_gpus == 1 and left > 0:
+            share = math.floor(100 * left / (counts[0] + counts[2])) / 100
+            return Layout("cuda", share, reward_share, share)
     if need > num_gpus:
         raise ConfigError(
             f"cluster.device: {counts[0]} rollout groups of {config.rollout.gpus_per_group}, "
@@ -74,7 +79,7 @@ def start_actor(
     """A Ray actor of a plain class. CPU actors take no CPU slot: the pools take turns on the same cores."""
     hidden = {} if num_gpus else {"CUDA_VISIBLE_DEVICES": ""}
     given = runtime_env or {}
-    variables = THREAD_VARIABLES | hidden | given.get("env_vars", {})
+    variables = THREAD_VARIABLES | hidden | (given.get("env_vars") or {})
     environment = {**given, "env_vars": variables}
     return ray.remote(cls).options(num_cpus=0, num_gpus=num_gpus, runtime_env=environment).remote(*arguments)
 

@@ -31,7 +31,7 @@ from sage_ray.rewards.build import part_weights
 from sage_ray.rollout_log import RolloutLog
 from sage_ray.schedule import sigma_grid
 from sage_ray.training_schedule import training_schedule
-from sage_ray.types import GroupInfo, GroupRequest, Prompt, Scores
+from sage_ray.types import AXES, GroupInfo, GroupRequest, Prompt, Scores
 
 HELD_OUT_GROUP = 1_000_000
 """Group numbers of held-out evaluation prompts start here, so that their noise differs from the training set's."""
@@ -94,9 +94,9 @@ class Controller:
         self.progress.message(f"policy: {num_trainable:,} trainable parameters, {self.schedule.describe()}")
 
     def close(self) -> None:
-        """Close the run's files and end the reward service's thread; the actors end with Ray."""
-        self.metrics.close()
+        """End the reward service's thread and close the run's files; the actors end with Ray."""
         self.rewards.close()
+        self.metrics.close()
 
     def run_sync(self, after_iteration: Callable[[int], None]) -> None:
         """Strictly on-policy loop: every iteration's rollouts are made by the weights of the last update.
@@ -207,6 +207,7 @@ class Controller:
                 for why, ok in zip(values[i].reasons, info.finite, strict=True)
             )
             values[i] = dataclasses.replace(values[i], axes=kept, reasons=reasons)
+        self.rewards.check_failures(values)
         if not any(np.isfinite(self.weighted(value.axes)).any() for value in values):
             num_broken = sum(not ok for info in infos for ok in info.finite)
             raise RuntimeError(f"no video has a finite reward; {num_broken} have latents that are not finite")
@@ -254,8 +255,7 @@ class Controller:
         ]
         rollout = self._roll_out(requests)
         axes = np.concatenate([s.axes for s in rollout.scores])
-        judged = rollout.scores[0].truth is not None
-        truth = np.concatenate([s.truth for s in rollout.scores]) if judged else None
+        truth, matches = _judged(rollout.scores)
         shown = range(0, len(prompts), max(1, len(prompts) // max(1, num_previews)))
         frames = wait_all([_first_video.remote(rollout.groups[i].frames) for i in shown], "previews", 600.0)
         return EvaluatedSet(
@@ -264,9 +264,18 @@ class Controller:
             reward=self.weighted(axes),
             truth=truth,
             truth_total=None if truth is None else combine(truth, truth_weights(RewardParts(self.parts, self.weights))),
-            matches=np.concatenate([s.matches for s in rollout.scores]) if judged else None,
+            matches=matches,
             previews=[(prompts[i].text, video) for i, video in zip(shown, frames, strict=True)],
         )
+
+
+def _judged(scores: Sequence[Scores]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """(truth [N, 3], matches [N]) of all groups, nan in one that was lost as a whole; None without a judge."""
+    if all(score.truth is None for score in scores):
+        return None, None
+    truth = [np.full((len(s.axes), len(AXES)), np.nan) if s.truth is None else s.truth for s in scores]
+    matches = [np.full(len(s.axes), np.nan) if s.matches is None else s.matches for s in scores]
+    return np.concatenate(truth), np.concatenate(matches)
 
 
 class _Timed:

@@ -104,14 +104,20 @@ class LearnerRank:
         return part, part.digest
 
     def save(self, folder: str) -> str:
-        """Write the policy as diffusers' transformer folder, or its adapter alone; rank 0 writes, beside, then renames.
-        Returns the path."""
+        """Write the policy as diffusers' transformer folder, or its adapter alone, and beside it the moving average of
+        its weights where one is kept; rank 0 writes, beside, then renames. Returns the path."""
         rule, adapter = self.update_rule, bool(self.config.lora.rank)
         reshard(rule.model)
-        state = adapter_state(rule.model.transformer) if adapter else _full_state(rule)
+        states = {"": self._state(adapter)}
+        if self.config.optimizer.ema_decay is not None:
+            with rule.averaged_weights():
+                states["_average"] = self._state(adapter)
         if self.rank == 0:
-            _write_checkpoint(Path(folder), rule, state, adapter)
+            _write_checkpoint(Path(folder), rule, states, adapter)
         return folder
+
+    def _state(self, adapter: bool) -> dict[str, torch.Tensor]:
+        return adapter_state(self.update_rule.model.transformer) if adapter else _full_state(self.update_rule)
 
 
 def _full_state(rule: PolicyUpdate) -> dict[str, torch.Tensor]:
@@ -122,15 +128,20 @@ def _full_state(rule: PolicyUpdate) -> dict[str, torch.Tensor]:
     }
 
 
-def _write_checkpoint(folder: Path, rule: PolicyUpdate, state: dict[str, torch.Tensor], adapter: bool) -> None:
+def _write_checkpoint(
+    folder: Path, rule: PolicyUpdate, states: dict[str, dict[str, torch.Tensor]], adapter: bool
+) -> None:
+    """states: suffix of the folder ("" or "_average") -> tensors."""
     partial = folder.with_name(folder.name + ".partial")
-    if adapter:
-        save_adapter(rule.model.transformer, partial / "adapter", state)
-    else:
-        (partial / "transformer").mkdir(parents=True)
-        weights = partial / "transformer" / "diffusion_pytorch_model.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, weights, metadata={"format": "pt"})
-        rule.model.transformer.save_config(partial / "transformer")
+    for suffix, state in states.items():
+        if adapter:
+            save_adapter(rule.model.transformer, partial / f"adapter{suffix}", state)
+            continue
+        target = partial / f"transformer{suffix}"
+        target.mkdir(parents=True)
+        tensors = {name: tensor.contiguous() for name, tensor in state.items()}
+        save_file(tensors, target / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
+        rule.model.transformer.save_config(target)
     trainer = {"policy_version": rule.version, "kl_controller": rule.controller.state_dict()}
     (partial / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n", "utf-8")
     os.replace(partial, folder)

@@ -46,11 +46,10 @@ class _Video:
 
 @dataclass(eq=False)
 class _Worker:
-    """One replica; generation counts its restarts."""
+    """One replica."""
 
     number: int
     actor: ray.actor.ActorHandle
-    generation: int = 0
 
 
 class RewardService:
@@ -63,6 +62,10 @@ class RewardService:
         self.config, self.layout, self.batch_videos = config, layout, batch_videos
         self.timeout_s = config.reward.timeout_s
         self.counts: Counter[str] = Counter()
+        file = config.reward.runtime_env
+        self._runtime_env = {} if file is None else check_runtime_env(Path(file))
+        self._broken: BaseException | None = None
+        self._noted: set[str] = set()
         self.parts: tuple[str, ...] = ()
         self.workers = [_Worker(number, self._start_worker()) for number in range(config.reward.num_workers)]
         self._queue: deque[_Video] = deque()
@@ -73,12 +76,12 @@ class RewardService:
 
     def _start_worker(self) -> ray.actor.ActorHandle:
         return start_actor(
-            RewardWorker, self.layout.gpus_reward, self.config, self.layout.device, runtime_env=self._runtime_env()
+            RewardWorker,
+            self.layout.gpus_reward,
+            self.config,
+            self.layout.device if self.layout.gpus_reward else "cpu",
+            runtime_env=self._runtime_env,
         )
-
-    def _runtime_env(self) -> dict[str, Any]:
-        file = self.config.reward.runtime_env
-        return {} if file is None else check_runtime_env(Path(file))
 
     def start(self) -> tuple[str, ...]:
         """Wait until every worker has loaded its models; the names of the parts of a score."""
@@ -89,15 +92,31 @@ class RewardService:
         self.parts = answers[0]
         self._thread.start()
         for worker in self.workers:
-            self._submit(self._serve(worker))
+            self._submit(self._serve(worker)).add_done_callback(self._served)
         return self.parts
 
     def close(self) -> None:
-        """End the thread; the workers end with Ray."""
-        if self._thread.is_alive():
+        """End the thread; the workers end with Ray. Raises nothing: it runs while another error is on its way."""
+        if not self._thread.is_alive():
+            self._loop.close()
+            return
+        try:
             self._submit(self._cancel()).result(timeout=REPORT_S)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=REPORT_S)
+        except TimeoutError:
+            logger.warning("the reward service did not end its work within %.0f s", REPORT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=REPORT_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _served(self, future: Future[Any]) -> None:
+        """A worker's loop has ended. An error in it would leave videos waiting for ever, so it is told to the waits."""
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self._broken = error
+
+    def _check_alive(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(f"the reward service broke: {type(self._broken).__name__}: {self._broken}")
 
     async def _cancel(self) -> None:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -119,26 +138,32 @@ class RewardService:
         """Block while more than reward.max_pending videos wait: generation must not run away from scoring."""
         start = said = time.monotonic()
         while self.num_pending > self.config.reward.max_pending:
+            self._check_alive()
             time.sleep(0.05)
             if time.monotonic() - said > REPORT_S:
                 said = time.monotonic()
                 logger.warning("%d videos wait for a score since %.0f s", self.num_pending, said - start)
 
     def collect(self, futures: Sequence[Future[Scores]]) -> list[Scores]:
-        """Scores of every group. Videos that failed have nan parts and a reason.
-
-        Raises: RuntimeError when more than reward.max_failed_share of the videos failed, with the commonest reason.
-        """
+        """Scores of every group. Videos that failed have nan parts and a reason."""
         scores, said = [], time.monotonic()
         for number, future in enumerate(futures):
             while True:
                 try:
-                    scores.append(future.result(timeout=REPORT_S))
+                    scores.append(future.result(timeout=1.0))
                     break
                 except TimeoutError:
+                    self._check_alive()
                     if time.monotonic() - said >= REPORT_S:
                         said = time.monotonic()
                         logger.warning("still waiting for scores: %d of %d groups done", number, len(futures))
+        return scores
+
+    def check_failures(self, scores: Sequence[Scores]) -> None:
+        """Say why videos have no score.
+
+        Raises: RuntimeError when more than reward.max_failed_share of the videos failed, with the commonest reason.
+        """
         reasons = Counter(reason for score in scores for reason in score.reasons if reason)
         num_failed, num_videos = sum(reasons.values()), sum(len(score.axes) for score in scores)
         for reason, count in reasons.most_common(3):
@@ -148,7 +173,6 @@ class RewardService:
                 f"{num_failed} of {num_videos} videos have no score (reward.max_failed_share="
                 f"{self.config.reward.max_failed_share:g}); the commonest reason: {reasons.most_common(1)[0][0]}"
             )
-        return scores
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -183,32 +207,36 @@ class RewardService:
 
     async def _serve(self, worker: _Worker) -> None:
         """Score batch after batch on one worker, until it cannot be kept alive."""
-        while True:
-            batch = await self._take(worker)
-            ref = worker.actor.score.options(name=f"score {len(batch)} videos").remote(
-                [video.index for video in batch], [video.prompt for video in batch], *(video.frames for video in batch)
-            )
-            try:
-                results = await asyncio.wait_for(asyncio.wrap_future(ref.future()), self.timeout_s)
-            except TimeoutError:
-                await self._retry(batch, worker, f"no score within {self.timeout_s:.0f} s", "timeouts")
-                if not await self._replace(worker):
-                    return
-            except ray.exceptions.RayActorError:
-                await self._retry(batch, worker, "the reward worker died", "deaths")
-                if not await self._replace(worker):
-                    return
-            except ray.exceptions.RayError as error:
-                await self._retry(batch, worker, str(error).strip().splitlines()[-1], "errors")
-            else:
-                again = []
-                for video, result in zip(batch, results, strict=True):
-                    if result.reason and not video.avoid:
-                        again.append(video)
-                    else:
-                        self._finish(video, result)
-                if again:
-                    await self._retry(again, worker, "", "errors")
+        while await self._serve_batch(worker, await self._take(worker)):
+            pass
+
+    async def _serve_batch(self, worker: _Worker, batch: list[_Video]) -> bool:
+        """Score one batch; whether the worker can take another. Holds no frames once it has returned."""
+        ref = worker.actor.score.options(name=f"score {len(batch)} videos").remote(
+            [video.index for video in batch], [video.prompt for video in batch], *(video.frames for video in batch)
+        )
+        try:
+            results = await asyncio.wait_for(asyncio.wrap_future(ref.future()), self.timeout_s)
+        except ray.exceptions.RayTaskError as error:  # first: it also is what its cause is, such as a death
+            await self._retry(batch, worker, str(error).strip().splitlines()[-1], "errors")
+        except TimeoutError:
+            await self._retry(batch, worker, f"no score within {self.timeout_s:.0f} s", "timeouts")
+            return await self._replace(worker)
+        except ray.exceptions.RayActorError:
+            await self._retry(batch, worker, "the reward worker died", "deaths")
+            return await self._replace(worker)
+        except ray.exceptions.RayError as error:
+            await self._retry(batch, worker, str(error).strip().splitlines()[-1], "errors")
+        else:
+            again = []
+            for video, result in zip(batch, results, strict=True):
+                if result.reason and not video.avoid:
+                    again.append(video)
+                else:
+                    self._finish(video, result)
+            if again:
+                await self._retry(again, worker, "", "errors")
+        return True
 
     async def _retry(self, batch: list[_Video], worker: _Worker, reason: str, kind: str) -> None:
         """Once more, each by itself; a video that has failed before is given up."""
@@ -226,6 +254,11 @@ class RewardService:
     def _finish(self, video: _Video, result: VideoScore) -> None:
         if not video.done.done():
             self._num_finished += 1
+            if result.note:
+                self.counts["measure_failures"] += 1
+                if result.note not in self._noted:
+                    self._noted.add(result.note)
+                    logger.warning("a measure has no score: %s", result.note)
             self.counts["failed"] += bool(result.reason)
             video.done.set_result(result)
 
@@ -233,7 +266,7 @@ class RewardService:
         """Start a worker in place of a dead or hung one; False when it does not come up, then it serves no more."""
         ray.kill(worker.actor)
         logger.warning("reward worker %d is started again", worker.number)
-        worker.actor, worker.generation = self._start_worker(), worker.generation + 1
+        worker.actor = self._start_worker()
         try:
             ready = asyncio.wrap_future(worker.actor.ready.remote().future())
             await asyncio.wait_for(ready, self.config.cluster.start_timeout_s)
@@ -261,7 +294,7 @@ class RewardService:
 
 def failed(reason: str, num_parts: int) -> VideoScore:
     """A video without a score."""
-    return VideoScore(np.full(num_parts, np.nan), reason, None, None, {}, 0.0)
+    return VideoScore(np.full(num_parts, np.nan), reason, "", None, None, {}, 0.0)
 
 
 def as_scores(videos: Sequence[VideoScore]) -> Scores:

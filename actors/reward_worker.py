@@ -10,8 +10,8 @@ import torch
 
 from sage_ray.config import Config
 from sage_ray.frame_statistics import frame_statistics
-from sage_ray.rewards.build import build_scorers
-from sage_ray.rewards.scorer import Scorer
+from sage_ray.iteration_record import RewardParts
+from sage_ray.rewards.build import NamedScorer, build_scorers, part_weights
 from sage_ray.shapes.truth import judge
 from sage_ray.types import AXES, VideoScore
 
@@ -24,6 +24,7 @@ class RewardWorker:
         self.config = config
         self.scorers = build_scorers(config.reward, device)
         self.parts = tuple(part for named in self.scorers for part in named.parts)
+        self.needed = RewardParts(self.parts, part_weights(config.reward, self.parts)).trained
 
     def ready(self) -> tuple[str, ...]:
         """Names of the parts of every score, once all models are loaded."""
@@ -37,17 +38,22 @@ class RewardWorker:
         """
         start = time.monotonic()
         videos = [group[index] for index, group in zip(indices, groups, strict=True)]
-        values, reasons = np.full((len(videos), 0), np.nan), [""] * len(videos)
+        values = np.full((len(videos), 0), np.nan)
+        reasons, notes = [""] * len(videos), [""] * len(videos)
         for named in self.scorers:
-            columns, failed = self._score_with(named.scorer, len(named.parts), videos, prompts)
-            values = np.concatenate([values, columns], 1)
-            reasons = [old or new for old, new in zip(reasons, failed, strict=True)]
+            columns = range(values.shape[1], values.shape[1] + len(named.parts))
+            found, failed = self._score_with(named, videos, prompts)
+            values = np.concatenate([values, found], 1)
+            which = reasons if set(columns) & set(self.needed) else notes  # a measure that fails costs no video
+            which[:] = [old or new for old, new in zip(which, failed, strict=True)]
         truths, matches = self._judge(videos, prompts)
+        finite = np.isfinite(values[:, self.needed]).all(1)
         seconds = (time.monotonic() - start) / len(videos)
         return [
             VideoScore(
                 parts=values[i],
-                reason=reasons[i] or ("" if np.isfinite(values[i]).all() else "a score is not finite"),
+                reason=reasons[i] or ("" if finite[i] else "a score is not finite"),
+                note=notes[i],
                 truth=truths[i],
                 match=matches[i],
                 frames={name: float(value[0]) for name, value in vars(frame_statistics(videos[i][None])).items()},
@@ -57,22 +63,20 @@ class RewardWorker:
         ]
 
     def _score_with(
-        self, scorer: Scorer, num_parts: int, videos: Sequence[np.ndarray], prompts: Sequence[str]
+        self, named: NamedScorer, videos: Sequence[np.ndarray], prompts: Sequence[str]
     ) -> tuple[np.ndarray, list[str]]:
-        """(float64 [B, num_parts], reasons). A batch that fails is scored one by one: only the bad video is lost."""
-
-        def attempt(rows: slice) -> np.ndarray:
-            found = np.asarray(scorer.score(videos[rows], prompts[rows], self.config.sampling.fps), np.float64)
-            if found.shape != (len(videos[rows]), num_parts):
-                raise ValueError(f"scores of shape {found.shape}, {(len(videos[rows]), num_parts)} were expected")
-            return found
-
+        """(float64 [B, parts], reasons). A batch that fails is scored one by one: only the bad video is lost. A service
+        that does not answer is not asked again for every video."""
+        shape = (len(videos), len(named.parts))
         try:
-            return attempt(slice(None)), [""] * len(videos)
+            found = np.asarray(named.scorer.score(videos, prompts, self.config.sampling.fps), np.float64)
+            if found.shape != shape:
+                raise ValueError(f"scores of shape {found.shape}, {shape} were expected")
+            return found, [reason or "" for reason in named.reasons()] or [""] * len(videos)
         except (ValueError, RuntimeError, OSError) as error:
-            if len(videos) == 1:
-                return np.full((1, num_parts), np.nan), [f"{type(error).__name__}: {_first_line(error)}"]
-        single = [self._score_with(scorer, num_parts, [v], [p]) for v, p in zip(videos, prompts, strict=True)]
+            if len(videos) == 1 or isinstance(error, ConnectionError):
+                return np.full(shape, np.nan), [f"{type(error).__name__}: {_first_line(error)}"] * len(videos)
+        single = [self._score_with(named, [video], [prompt]) for video, prompt in zip(videos, prompts, strict=True)]
         return np.concatenate([values for values, _ in single]), [reasons[0] for _, reasons in single]
 
     def _judge(self, videos: Sequence[np.ndarray], prompts: Sequence[str]) -> tuple[Sequence, Sequence]:

@@ -40,9 +40,11 @@ def train(run: CheckedRun) -> None:
     except (ray.exceptions.RayError, TimeoutError, RuntimeError, OSError, ValueError) as error:
         raise RunStoppedError(_explain(run, controller, error)) from error
     finally:
-        if controller is not None:
-            controller.close()
-        ray.shutdown()
+        try:
+            if controller is not None:
+                controller.close()
+        finally:
+            ray.shutdown()
 
 
 def _start(run: CheckedRun, progress: Progress) -> Controller:
@@ -57,7 +59,11 @@ def _start(run: CheckedRun, progress: Progress) -> Controller:
         f"{config.learner.num_ranks} learner actors on {layout.device}"
     )
     controller = Controller(config, layout, run.prompts, progress)
-    controller.start()
+    try:
+        controller.start()
+    except BaseException:
+        controller.close()
+        raise
     progress.message(f"ready after {time.monotonic() - start:.0f} s")
     return controller
 
@@ -104,7 +110,8 @@ def _evaluate(run: CheckedRun, controller: Controller, progress: Progress, step:
             for label, values in (("total", total), *((axis, axes[:, k]) for k, axis in enumerate(names))):
                 metrics[f"evaluation/{name}/{measure}/{label}"] = float(np.nanmean(values))
                 by_prompt = values.reshape(-1, run.config.evaluation.videos_per_prompt)
-                metrics[f"evaluation/{name}/{measure}/{label}_error"] = mean_error(np.nanmean(by_prompt, axis=1))
+                means = np.array([row[np.isfinite(row)].mean() for row in by_prompt if np.isfinite(row).any()])
+                metrics[f"evaluation/{name}/{measure}/{label}_error"] = mean_error(means)
     if averaged:
         controller.publish()
     controller.metrics.write(step, metrics)

@@ -11,7 +11,7 @@ from sage_ray.config_check import num_prompts, validate
 from sage_ray.config_files import check_files
 from sage_ray.config_load import load_config
 from sage_ray.data.prompts import read_prompts
-from sage_ray.models.lora import check_adapter
+from sage_ray.models.lora import check_adapter, check_targets
 from sage_ray.rewards.build import check_runtime_env, check_scorers
 from sage_ray.shapes.world import parse_caption
 from sage_ray.training_schedule import training_schedule
@@ -76,6 +76,8 @@ def _check_schedule(config: Config) -> None:
 
 
 def _check_lora(config: Config) -> None:
+    if config.lora.targets is not None:
+        check_targets(Path(config.model.path) / "transformer", config.lora.targets)
     if config.lora.path is not None:
         check_adapter(Path(config.lora.path), config.lora.rank, config.lora.alpha)
 

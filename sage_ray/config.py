@@ -131,7 +131,7 @@ class RewardConfig:
     num_workers: int = 1
     """Reward actors; each holds every scorer."""
     gpus_per_worker: float | None = None
-    """GPU share of one reward actor; null takes a whole one, or what is left where GPUs are shared."""
+    """GPU share of one reward actor, 0 for the CPU; null takes a whole one, or an equal share where GPUs are shared."""
     runtime_env: str | None = None
     """YAML file with a Ray runtime_env for the reward actors, for a reward with pins of its own."""
     max_batch_tokens: int = 65536
@@ -154,7 +154,7 @@ class AdvantageConfig:
     std_rule: str = "add"
     """"add" divides by std + eps, "clamp" by max(std, eps)."""
     global_std: bool = False
-    """Divide by the standard deviation over all groups that train in the iteration instead of each group's own."""
+    """Divide by the standard deviation of all centred rewards of the groups that train, not by each group's own."""
     clip: float = 5.0
     """Advantages are clipped to [-clip, clip]."""
     min_std: float = 1e-8

@@ -57,7 +57,8 @@ AT_LEAST: dict[str, float] = {
     "sampling.sde_window_stride": 1, "sampling.sde_window_interval": 1,
     "data.group_size": 2, "data.num_prompts": 1, "data.batch_size": 1, "data.gradient_accumulation_steps": 1,
     "reward.num_workers": 1,
-    "reward.max_batch_tokens": 1, "reward.max_pending": 1, "reward.max_failed_share": 0,
+    "reward.max_batch_tokens": 1, "reward.max_pending": 1, "reward.gpus_per_worker": 0,
+    "cluster.num_cpus": 1, "reward.max_failed_share": 0,
     "advantage.min_std": 0, "loss.num_updates": 1, "loss.num_epochs": 1,
     "loss.equalizer_eps": 0, "kl.share_interval": 0, "lora.rank": 0,
     "optimizer.warmup_steps": 0, "optimizer.min_factor": 0,
@@ -71,7 +72,7 @@ AT_LEAST: dict[str, float] = {
 
 POSITIVE = (
     "sampling.shift", "sampling.fps", "reward.timeout_s", "advantage.eps", "advantage.clip", "loss.clip_range",
-    "optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm", "lora.alpha", "reward.gpus_per_worker",
+    "optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm", "lora.alpha",
     "sampling.sde_fraction", "loss.timestep_fraction",
     "learner.timeout_s", "rollout.timeout_s", "cluster.start_timeout_s",
 )  # fmt: skip
@@ -182,9 +183,13 @@ def _kl_and_reward(config: Config) -> Iterator[Broken]:
     if kl.mode != "none":
         if kl.weight <= 0:
             yield Broken("kl.weight", f"must be greater than 0 with kl.mode={kl.mode}; kl.mode=none turns KL off")
-        for key in ("kl.coef", "kl.min_coef"):
+        used = {"fixed": (), "two_stage": ("kl.coef",), "feedback": ("kl.coef", "kl.min_coef")}[kl.schedule]
+        for key in used:
             if value_at(config, key) > kl.weight:
                 yield Broken(key, f"must be at most kl.weight={kl.weight}, the largest lambda")
+    share = reward.gpus_per_worker
+    if share is not None and share > 1 and share != int(share):
+        yield Broken("reward.gpus_per_worker", "must be at most 1, or a whole number of GPUs")
     if reward.path is not None and not reward.extra and not any(axis_weights(reward)):
         yield Broken("reward.weight_ta", "weight_vq, weight_mq and weight_ta must not all be 0")
     if config.evaluation.num_prompts > 0 and not config.data.held_out_prompts:
@@ -210,6 +215,8 @@ def _parallel(config: Config) -> Iterator[Broken]:
             yield Broken(key, f"must divide {whole}={available}")
         if size > 1:
             yield Broken(key, "must be 1: sequence parallel is not built yet")
+    if config.rollout.gpus_per_group > config.rollout.sp_size:
+        yield Broken("rollout.gpus_per_group", f"must be rollout.sp_size={config.rollout.sp_size}, others would idle")
 
 
 def _prompts(config: Config) -> Iterator[Broken]:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sage_ray.config import Config, ConfigError, dotted_keys, type_words
-from sage_ray.config_official import ALIASES, BARE, CONVERTED, FALSE, KNOWN, REFUSED, SWITCHES, TRUE, switched
+from sage_ray.config_official import ALIASES, BARE, CONVERTED, FALSE, KNOWN, REFUSED, SEVERAL, SWITCHES, TRUE, switched
 
 
 class Setting(NamedTuple):
@@ -40,7 +40,10 @@ def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
     merged = OmegaConf.structured(Config)
     settings = [setting for file in files for setting in _from_file(Path(file))]
     settings += _from_command_line(overrides)
-    for setting in _without_switches(settings):
+    for setting in settings:
+        if setting.key not in SWITCHES:
+            _assign(merged, setting)
+    for setting in _switched(settings, merged.data.gradient_accumulation_steps):
         _assign(merged, setting)
     try:
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
@@ -53,22 +56,19 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
 
 
-def _without_switches(settings: Sequence[Setting]) -> list[Setting]:
-    """The settings with the official switches, which are read together, replaced by what they mean, at the place of
-    the last one."""
-    places = [i for i, setting in enumerate(settings) if setting.key in SWITCHES]
-    if not places:
-        return list(settings)
-    given = {settings[i].key: settings[i] for i in places}
+def _switched(settings: Sequence[Setting], rollouts_per_step: int) -> Iterator[Setting]:
+    """What the official switches, which are read together, mean; a later plain setting of the same key wins."""
+    places = {setting.key: i for i, setting in enumerate(settings)}
+    given = {name: settings[places[name]] for name in SWITCHES if name in places}
     try:
-        meant = switched({name: setting.value for name, setting in given.items()})
+        meant = switched({name: setting.value for name, setting in given.items()}, rollouts_per_step)
     except ValueError as error:
         name, value, rule = error.args
         raise ConfigError(f"{name}={value!r} {given[name].source}: {rule}") from None
-    last = settings[places[-1]]
-    official = [Setting(key, value, last.source) for key, value in meant.items()]
-    rest = [[s for s in part if s.key not in SWITCHES] for part in (settings[: places[-1]], settings[places[-1] :])]
-    return [*rest[0], *official, *rest[1]]
+    last = max((places[name] for name in given), default=-1)
+    for key, value in meant.items():
+        if places.get(key, -1) < last:
+            yield Setting(key, value, settings[last].source)
 
 
 def _from_file(file: Path) -> Iterator[Setting]:
@@ -118,6 +118,8 @@ def _split(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
             takes_next = words and not words[0].startswith("--")
             if takes_next and (not is_flag or words[0].lower() in TRUE + FALSE):
                 equals, text = "=", words.pop(0)
+                while name in SEVERAL and words and not words[0].startswith("--") and "=" not in words[0]:
+                    text += " " + words.pop(0)
             elif is_flag:
                 equals, text = "=", "true"
         if not equals or not name.strip() or name != name.strip():

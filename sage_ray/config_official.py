@@ -22,8 +22,6 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "batch_size": ("data.batch_size",),
     "gradient_accumulation_steps": ("data.gradient_accumulation_steps",),
     "num_generations": ("data.group_size",),
-    "train_video_csv": ("data.prompts",),
-    "valid_video_csv": ("data.held_out_prompts",),
     "sde_type": ("sampling.sde_type",),
     "eta": ("sampling.eta",),
     "cfg_scale": ("sampling.guidance_scale",),
@@ -54,8 +52,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 """Official flag -> our keys; the official sp_size is one number for the learner and the rollout."""
 
-SWITCHES = ("use_moving_KL", "use_dual_kl", "use_lora", "lora_r", "max_steps", "gradient_accumulation_steps")
-"""Flags whose meaning depends on another one (`switched`); gradient_accumulation_steps is an alias as well."""
+SWITCHES = ("use_moving_KL", "use_dual_kl", "use_lora", "lora_r", "max_steps")
+"""Flags whose meaning depends on other settings (`switched`)."""
 
 _UNUSED = "the official program does not use it in GRPO"
 _SIZE = "evaluation videos have the size of the rollouts (sampling.height, width, num_frames)"
@@ -141,7 +139,18 @@ def _lora_targets(value: Any) -> dict[str, Any]:
     return {"lora.targets": [str(name) for name in names]}
 
 
+def _files(key: str) -> Callable[[Any], dict[str, Any]]:
+    """One file, several (the command line's words, or a YAML list)."""
+
+    def convert(value: Any) -> dict[str, Any]:
+        return {key: [str(file) for file in value] if isinstance(value, list) else str(value).split()}
+
+    return convert
+
+
 CONVERTED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "train_video_csv": _files("data.prompts"),
+    "valid_video_csv": _files("data.held_out_prompts"),
     "post_train_type": _only("grpo", "the official standard mode runs GRPO on a dummy loader"),
     "task_type": _only("t2v", "only text-to-video is trained"),
     "reward_model": _only("videoalign_local", "the official remote rewards are stubs that return nothing"),
@@ -160,14 +169,20 @@ CONVERTED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "num_train_timesteps": _only(1000, "the model's timestep is 1000 sigma"),
 }
 
+SEVERAL = {"train_video_csv", "valid_video_csv"}
+"""Flags that take every following word that is no other flag."""
+
 BARE = {"use_moving_KL", "use_dual_kl", "use_lora", "use_muon", "enable_fsdp", "validate_at_step0"}
 """Converted flags and switches that may stand alone on a command line, meaning true."""
 
 KNOWN = frozenset((*ALIASES, *SWITCHES, *CONVERTED, *REFUSED))
 
 
-def switched(given: dict[str, Any]) -> dict[str, Any]:
-    """Our settings for the switches that were given. Raises ValueError("flag", value, rule) for one that cannot be."""
+def switched(given: dict[str, Any], rollouts_per_step: int) -> dict[str, Any]:
+    """Our settings for the switches that were given.
+
+    Args: rollouts_per_step: data.gradient_accumulation_steps. Raises: ValueError("flag", value, rule).
+    """
     settings: dict[str, Any] = {}
     if "use_moving_KL" in given or "use_dual_kl" in given:
         moving = _switch(given, "use_moving_KL", True)
@@ -180,11 +195,11 @@ def switched(given: dict[str, Any]) -> dict[str, Any]:
     elif "lora_r" in given:
         raise ValueError("lora_r", given["lora_r"], "needs use_lora; without it the official program ignores it")
     if "max_steps" in given:
-        rollouts, per_step = _count(given, "max_steps", 1), _count(given, "gradient_accumulation_steps", 1)
-        if rollouts % per_step:
-            rule = f"counts rollouts and must be a multiple of gradient_accumulation_steps={per_step}"
+        rollouts = _count(given, "max_steps", 1)
+        if rollouts % rollouts_per_step:
+            rule = f"counts rollouts and must be a multiple of gradient_accumulation_steps={rollouts_per_step}"
             raise ValueError("max_steps", rollouts, rule)
-        settings["num_iterations"] = rollouts // per_step
+        settings["num_iterations"] = rollouts // rollouts_per_step
     return settings
 
 

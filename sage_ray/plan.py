@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sage_ray.config import Config, axis_weights, total_optimizer_steps
+from sage_ray.config import Config, RewardConfig, axis_weights, total_optimizer_steps
 from sage_ray.config_check import dp_degree, num_prompts
 from sage_ray.equalizer import equalizer_scales
 from sage_ray.group_batch import split_groups
 from sage_ray.optim import learning_rate_factor
 from sage_ray.training_schedule import TrainingSchedule
 from sage_ray.trust_region import KL_TERMS
+from sage_ray.types import AXES
 
 
 class Line(NamedTuple):
@@ -92,8 +93,8 @@ def _schedule(config: Config, schedule: TrainingSchedule) -> Iterator[Line]:
 
 
 def _objective(config: Config) -> Iterator[Line]:
-    weights, kl = axis_weights(config.reward), config.kl
-    yield Line("reward", " + ".join(f"{w:g} {axis}" for w, axis in zip(weights, ("VQ", "MQ", "TA"), strict=True)))
+    yield Line("reward", " + ".join(_reward(config.reward)))
+    kl = config.kl
     yield Line("advantage", f"per {config.advantage.combine}, clipped to {config.advantage.clip:g}")
     terms = KL_TERMS[kl.mode]
     parts = []
@@ -107,12 +108,21 @@ def _objective(config: Config) -> Iterator[Line]:
         yield Line("lambda", f"{kl.schedule}, up to {kl.weight:g}")
 
 
+def _reward(reward: RewardConfig) -> Iterator[str]:
+    if reward.path is not None:
+        yield from (f"{weight:g} {axis}" for weight, axis in zip(axis_weights(reward), AXES, strict=True))
+    for name, settings in reward.extra.items():
+        yield from (f"{weight:g} {name}.{part}" for part, weight in settings.weights.items())
+
+
 def _devices(config: Config) -> Iterator[Line]:
     rollout, reward, learner = config.rollout, config.reward, config.learner
-    total = rollout.num_workers * rollout.gpus_per_group + reward.num_workers + learner.num_ranks
+    share = 1 if reward.gpus_per_worker is None else reward.gpus_per_worker
+    total = rollout.num_workers * rollout.gpus_per_group + reward.num_workers * share + learner.num_ranks
     yield Line(
         "GPUs",
-        f"{total} = {rollout.num_workers} rollout groups of {rollout.gpus_per_group} + {reward.num_workers} reward + "
+        f"{total:g} = {rollout.num_workers} rollout groups of {rollout.gpus_per_group} + "
+        f"{reward.num_workers} reward of {share:g} + "
         f"{learner.num_ranks} learner; fewer are shared where one learner rank allows it, none means CPU",
     )
 

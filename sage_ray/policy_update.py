@@ -121,7 +121,7 @@ class PolicyUpdate:
         self, batch: Sequence[GroupBatch], num_pairs: float, world_size: int, first: bool
     ) -> dict[str, float]:
         if num_pairs == 0:
-            return self._report(torch.zeros(len(SUMS)), torch.zeros(1), {}, stepped=0.0)
+            return {"kl/lambda": self.controller.value, "learner/stepped": 0.0}
         rows = [row for group in batch for row in rows_of(group, self.rules.last_step, self.device)]
         self._reference_passes(rows, first)
         self.optimizer.zero_grad(set_to_none=True)
@@ -135,7 +135,7 @@ class PolicyUpdate:
         self._check_agreement(float(disagreement))
         norms["total"] = self._step(float(sums[SUMS.index("loss")]))
         self.controller.tick(float(sums[SUMS.index("kl")]))
-        return self._report(sums, disagreement, norms, stepped=1.0)
+        return self._report(sums, disagreement, norms)
 
     def _measures_share(self) -> bool:
         """Whether the KL's own gradient is measured at this step: its backward runs first, the policy's adds to it.
@@ -278,9 +278,7 @@ class PolicyUpdate:
         )
         return self.settings.learning_rate * factor
 
-    def _report(
-        self, sums: torch.Tensor, disagreement: torch.Tensor, norms: dict[str, float], stepped: float
-    ) -> dict[str, float]:
+    def _report(self, sums: torch.Tensor, disagreement: torch.Tensor, norms: dict[str, float]) -> dict[str, float]:
         values = dict(zip(SUMS, sums.tolist(), strict=True))
         pairs = max(values["pairs"], 1.0)
         total = norms.get("total", 0.0)
@@ -295,7 +293,7 @@ class PolicyUpdate:
             **share,
             "learner/grad_norm": total,
             "learner/learning_rate": self.optimizer.param_groups[0]["lr"],
-            "learner/stepped": stepped,
+            "learner/stepped": 1.0,
             "agreement/max_abs": float(disagreement),
         }
 

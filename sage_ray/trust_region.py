@@ -63,7 +63,7 @@ class KLController:
             raise ValueError(f"schedule: {schedule!r} must be one of {', '.join(SCHEDULES)}")
         self.start, self.largest, self.smallest = start, largest, smallest
         self.warmup_steps, self.direction, self.schedule = warmup_steps, direction, schedule
-        self.value, self.num_steps = largest if schedule == "fixed" else start, 0
+        self.value, self.num_steps = largest if schedule == "fixed" or warmup_steps == 0 else start, 0
         self._recent: deque[float] = deque(maxlen=WINDOW)
 
     def tick(self, kl: float) -> float:

@@ -94,12 +94,16 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class VideoScore:
-    """Scores of one video. parts: float64 [K], nan where scoring failed; reason: why, else empty; truth: float64 [3] or
-    None; match: 1.0 where the clip is what its caption says; frames: statistics of its pixels; seconds: its share of
-    the wall time of scoring."""
+    """Scores of one video.
+
+    parts: float64 [K], nan where scoring failed; reason: why the reward failed, else empty; note: why a measure that is
+    only logged failed, else empty; truth: float64 [3] or None; match: 1.0 where the clip is what its caption says;
+    frames: statistics of its pixels; seconds: its share of the wall time of scoring.
+    """
 
     parts: np.ndarray
     reason: str
+    note: str
     truth: np.ndarray | None
     match: float | None
     frames: dict[str, float]

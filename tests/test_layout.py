@@ -41,3 +41,12 @@ def test_learner_ranks_never_share_a_gpu() -> None:
 
 def test_cpu_on_a_gpu_machine_takes_no_gpu() -> None:
     assert plan_layout(config(1, 1, 1, "cpu"), 8) == Layout("cpu", 0, 0, 0)
+
+
+def test_a_reward_worker_with_a_share_of_its_own() -> None:
+    mine = config(1, 1, 1)
+    mine.reward.gpus_per_worker = 0.1
+    assert plan_layout(mine, 1) == Layout("cuda", 0.45, 0.1, 0.45)
+    assert plan_layout(mine, 3) == Layout("cuda", 1, 0.1, 1)
+    mine.reward.gpus_per_worker = 0
+    assert plan_layout(mine, 2) == Layout("cuda", 1, 0, 1)

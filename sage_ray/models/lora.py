@@ -193,6 +193,18 @@ def save_adapter(transformer: nn.Module, folder: Path, state: dict[str, torch.Te
     os.replace(partial, partial.with_name(FILE))
 
 
+def check_targets(transformer_folder: Path, targets: Sequence[str]) -> None:
+    """Raises ValueError for a target that names no linear layer of the checkpoint; reads its config.json only."""
+    config = HunyuanVideo15Transformer3DModel.load_config(transformer_folder)
+    with torch.device("meta"):
+        model = HunyuanVideo15Transformer3DModel.from_config(config)
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            known = ", ".join(sorted({re.sub(r"^.*blocks\.\d+\.", "", name) for name in names}))
+            raise ValueError(f"lora.targets: {target!r} is no linear layer of the model; there are {known}")
+
+
 def check_adapter(folder: Path, rank: int, alpha: float) -> None:
     """Raises ValueError unless the folder holds an adapter of this rank and alpha; reads no tensor."""
     path = Path(folder) / FILE

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,10 +25,11 @@ FOLDER_KINDS = {"clip_score": clip_score.ClipScore, "pick_score": clip_score.Pic
 
 
 class NamedScorer(NamedTuple):
-    """A scorer and the run's names of its parts."""
+    """A scorer, the run's names of its parts, and why rows of its last call have no score, where it can tell."""
 
     scorer: Scorer
     parts: tuple[str, ...]
+    reasons: Callable[[], Sequence[str | None]] = tuple
 
 
 def check_scorers(reward: RewardConfig) -> None:
@@ -38,6 +41,9 @@ def check_scorers(reward: RewardConfig) -> None:
         _named("reward.path", reward.path, lambda: VideoAlign.check(Path(str(reward.path))))
     elif not reward.extra:
         raise ConfigError("reward.path=None: needs reward.extra, there is no other reward")
+    extra_weights = [weight for settings in reward.extra.values() for weight in settings.weights.values()]
+    if not any((*extra_weights, *(axis_weights(reward) if reward.path is not None else ()))):
+        raise ConfigError("reward: no part has a weight, so there is nothing to train on")
     for name, settings in reward.extra.items():
         _check_extra(f"reward.extra.{name}", settings)
         if name in AXES or "." in name:
@@ -57,6 +63,13 @@ def check_runtime_env(file: Path) -> dict:
 
 def _check_extra(key: str, settings: ScorerConfig) -> None:
     kind = settings.kind
+    for part, weight in settings.weights.items():
+        if not math.isfinite(weight):
+            raise ConfigError(f"{key}.weights.{part}={weight}: must be finite")
+        if kind in FOLDER_KINDS and part not in FOLDER_KINDS[kind].parts:
+            raise ConfigError(
+                f"{key}.weights: kind={kind} has no part {part!r}; there is {FOLDER_KINDS[kind].parts[0]}"
+            )
     if kind in FOLDER_KINDS:
         if settings.path is None:
             raise ConfigError(f"{key}.path=None: kind={kind} needs the folder of its checkpoint")
@@ -83,10 +96,16 @@ def build_scorers(reward: RewardConfig, device: str) -> list[NamedScorer]:
         scorers.append(NamedScorer(VideoAlign.load(Path(reward.path), device, dtype), AXES))
     for name, settings in reward.extra.items():
         scorer = _extra(settings, device, reward.timeout_s)
-        parts = tuple(scorer.parts)
-        scorers.append(NamedScorer(scorer, (name,) if len(parts) == 1 else tuple(f"{name}.{p}" for p in parts)))
+        parts = (name,) if len(scorer.parts) == 1 else tuple(f"{name}.{part}" for part in scorer.parts)
+        remote = scorer.scorer
+        reasons = partial(_last_errors, remote) if isinstance(remote, RemoteScorer) else tuple
+        scorers.append(NamedScorer(scorer, parts, reasons))
     part_weights(reward, [part for scorer in scorers for part in scorer.parts])
     return scorers
+
+
+def _last_errors(remote: RemoteScorer) -> Sequence[str | None]:
+    return remote.last_errors
 
 
 def _extra(settings: ScorerConfig, device: str, timeout_s: float) -> CheckedScorer:
@@ -95,7 +114,7 @@ def _extra(settings: ScorerConfig, device: str, timeout_s: float) -> CheckedScor
         return CheckedScorer(scorer, settings.kind)
     if settings.kind == "http":
         return CheckedScorer(
-            RemoteScorer(str(settings.url), timeout_s, token=os.environ.get(TOKEN_VARIABLE)), str(settings.url)
+            RemoteScorer(str(settings.url), timeout_s / 4, token=os.environ.get(TOKEN_VARIABLE)), str(settings.url)
         )
     return load_user_scorer(settings.kind, dict(settings.options))
 

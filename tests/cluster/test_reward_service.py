@@ -101,10 +101,12 @@ def test_too_many_failures_stop_the_run_with_the_reason(tmp_path: Path) -> None:
     service = brightness_service(tmp_path, 1, "reward.max_failed_share=0.4")
     try:
         one_of_three = [service.score(group(n, "error" if n == 0 else "fine", clips(n)), GROUP_SIZE) for n in range(3)]
-        assert sum(bool(reason) for score in service.collect(one_of_three) for reason in score.reasons) == 4
+        scores = service.collect(one_of_three)
+        service.check_failures(scores)
+        assert sum(bool(reason) for score in scores for reason in score.reasons) == 4
         half = [service.score(group(n, "error" if n == 0 else "fine", clips(n)), GROUP_SIZE) for n in range(2)]
         with pytest.raises(RuntimeError, match=r"4 of 8 videos .*max_failed_share=0.4.*cannot be scored"):
-            service.collect(half)
+            service.check_failures(service.collect(half))
     finally:
         end(service)
 
@@ -152,3 +154,36 @@ def test_generation_waits_for_room(tmp_path: Path) -> None:
         assert len(service.collect(futures)) == 12
     finally:
         end(service)
+
+
+def test_a_measure_that_fails_costs_no_video(tmp_path: Path) -> None:
+    """A part without a weight that is nan, or whose scorer raises, leaves VideoAlign's reward and fails nothing."""
+    extra = "{mine: {kind: 'tests.cluster.scorers:Brightness', options: {folder: .}}}"
+    config = small_config(tmp_path, [f"reward.extra={extra}", "reward.truth=null", "reward.max_failed_share=0"])
+    service = RewardService(config, Layout("cpu", 0, 0, 0), batch_videos=8)
+    assert service.start() == ("VQ", "MQ", "TA", "mine.brightness", "mine.frames")
+    try:
+        asked = enumerate(("nan", "error"))
+        futures = [service.score(group(n, prompt, clips(n, 32)), GROUP_SIZE) for n, prompt in asked]
+        scores = service.collect(futures)
+        service.check_failures(scores)
+    finally:
+        end(service)
+    for score in scores:
+        assert np.isfinite(score.axes[:, :3]).all() and np.isnan(score.axes[:, 3]).all()
+        assert score.reasons == ("",) * GROUP_SIZE
+    assert service.counts["measure_failures"] == GROUP_SIZE and not service.counts["retries"]
+
+
+def test_an_error_in_the_service_itself_is_told_to_whoever_waits(tmp_path: Path) -> None:
+    service = brightness_service(tmp_path, 1, "reward.timeout_s=3", "reward.max_failed_share=1")
+
+    def broken(*arguments):
+        raise KeyError("a fault of our own")
+
+    service._start_worker = broken
+    try:
+        with pytest.raises(RuntimeError, match="the reward service broke: KeyError"):
+            service.collect([service.score(group(0, "die", clips(0)), GROUP_SIZE)])
+    finally:
+        service.close()

@@ -25,6 +25,11 @@ def mine(**weights: float) -> dict[str, ScorerConfig]:
     return {"mine": ScorerConfig(kind=MINE, weights=weights, options={"folder": "."})}
 
 
+def extra(**settings) -> RewardConfig:
+    """The shipped VideoAlign and one more scorer called x."""
+    return RewardConfig(path=str(REWARD), extra={"x": ScorerConfig(**settings)})
+
+
 def test_weights_by_name():
     parts = ("VQ", "MQ", "TA", "mine.brightness", "mine.frames")
     assert part_weights(RewardConfig(extra=mine(frames=0.25)), parts) == (0.5, 0.5, 1.0, 0.0, 0.25)
@@ -52,14 +57,14 @@ def test_videoalign_and_a_class_of_ones_own_together():
     [
         (RewardConfig(path=None), "needs reward.extra"),
         (RewardConfig(path="nowhere"), "reward.path='nowhere': nowhere: must be a VideoAlign directory"),
-        (RewardConfig(path=None, extra={"x": ScorerConfig(kind="clip")}), "reward.extra.x.kind='clip': must be one of"),
-        (RewardConfig(path=None, extra={"x": ScorerConfig(kind="clip_score")}), "reward.extra.x.path=None"),
-        (RewardConfig(path=None, extra={"x": ScorerConfig(kind="clip_score", path="no")}), "reward.extra.x.path='no'"),
-        (
-            RewardConfig(path=None, extra={"x": ScorerConfig(kind="http", url="ftp://a")}),
-            "reward.extra.x.url='ftp://a'",
-        ),
-        (RewardConfig(path=None, extra={"VQ": ScorerConfig(kind=MINE)}), "must not be one of VQ, MQ, TA"),
+        (extra(kind="clip"), "reward.extra.x.kind='clip': must be one of"),
+        (extra(kind="clip_score"), "reward.extra.x.path=None"),
+        (extra(kind="clip_score", path="no"), "reward.extra.x.path='no'"),
+        (extra(kind="http", url="ftp://a"), "reward.extra.x.url='ftp://a'"),
+        (extra(kind="clip_score", path="no", weights={"nope": 1.0}), "has no part 'nope'; there is CLIP"),
+        (extra(kind=MINE, weights={"brightness": NAN}), "reward.extra.x.weights.brightness=nan: must be finite"),
+        (RewardConfig(path=None, extra={"x": ScorerConfig(kind=MINE)}), "no part has a weight"),
+        (RewardConfig(path=str(REWARD), extra={"VQ": ScorerConfig(kind=MINE)}), "must not be one of VQ, MQ, TA"),
     ],
 )
 def test_bad_settings(reward, words):
