@@ -205,8 +205,8 @@ def check_targets(transformer_folder: Path, targets: Sequence[str]) -> None:
             raise ValueError(f"lora.targets: {target!r} is no linear layer of the model; there are {known}")
 
 
-def check_adapter(folder: Path, rank: int, alpha: float) -> None:
-    """Raises ValueError unless the folder holds an adapter of this rank and alpha; reads no tensor."""
+def check_adapter(folder: Path, rank: int | None = None, alpha: float | None = None) -> None:
+    """Raises ValueError unless the folder holds an adapter, of this rank and alpha where given; reads no tensor."""
     path = Path(folder) / FILE
     if not path.is_file():
         raise ValueError(f"lora.path={str(folder)!r}: must hold {FILE}")
@@ -216,7 +216,10 @@ def check_adapter(folder: Path, rank: int, alpha: float) -> None:
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"lora.path: {path}: cannot be read: {error}") from error
     for key, wanted, name in (("r", rank, "rank"), ("lora_alpha", alpha, "alpha")):
-        if (found := header.get(PREFIX + key)) != wanted:
+        found = header.get(PREFIX + key)
+        if found is None:
+            raise ValueError(f"lora.path: {path}: its header does not say {PREFIX + key}")
+        if wanted is not None and found != wanted:
             raise ValueError(f"lora.{name}={wanted}: {path} has {found}")
 
 
