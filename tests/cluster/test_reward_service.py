@@ -70,7 +70,7 @@ def end(service: RewardService) -> None:
 
 def test_two_hundred_videos_with_one_worker_killed_and_one_hung(tmp_path: Path) -> None:
     """50 groups of 4 on three workers. The first video of the prompt "die" kills its worker, "hang" hangs another."""
-    service = brightness_service(tmp_path, 3, "reward.timeout_s=4")
+    service = brightness_service(tmp_path, 3, "reward.timeout_s=8")
     commands = {10: "hang", 20: "die", 30: "error", 40: "nan"}
     frames = [clips(number) for number in range(50)]
     futures: list[Future[Scores]] = [
