@@ -17,7 +17,7 @@ demo: .venv/installed
 	$(BIN)/python launch.py train output_dir=outputs/demo $(ARGS)
 
 test: .venv/installed
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 $(ARGS)
 
 check: .venv/installed
 	$(BIN)/ruff check .
