@@ -18,14 +18,15 @@ from actors.cluster import Layout, wait_until_ready
 from actors.pools import GroupRefs, LearnerGroup, RolloutPool
 from actors.reward_service import RewardService
 from actors.wait import wait_all
-from sage_ray.advantage import Advantages, Normalisation, axis_advantages, combine, group_advantages
+from sage_ray.advantage import Advantages, Normalisation, axis_advantages, group_advantages
 from sage_ray.config import Config
 from sage_ray.config_check import num_prompts
 from sage_ray.data.prompts import PromptCursor
 from sage_ray.divergence import Divergence
-from sage_ray.iteration_record import RewardParts, iteration_metrics, rollout_rows, truth_weights
+from sage_ray.iteration_record import iteration_metrics, rollout_rows
 from sage_ray.metrics import MetricsWriter
 from sage_ray.progress import Progress
+from sage_ray.reward_parts import RewardParts
 from sage_ray.rewards.batching import batch_videos
 from sage_ray.rewards.build import part_weights
 from sage_ray.rollout_log import RolloutLog
@@ -78,8 +79,7 @@ class Controller:
         self.rollouts = RolloutPool(config, layout)
         self.rewards = RewardService(config, layout, batch_videos(config))
         self.learner = LearnerGroup(config, layout)
-        self.parts: tuple[str, ...] = ()
-        self.weights: tuple[float, ...] = ()
+        self.reward = RewardParts((), ())
         self.divergence, self._noted = Divergence(), {}
         self.version, self.digest, self.checkpoint = 0, "", ""
 
@@ -88,8 +88,8 @@ class Controller:
         ready = self.rollouts.ready()
         num_trainable = self.learner.setup()
         wait_until_ready(ready, "the rollout workers", self.config.cluster.start_timeout_s)
-        self.parts = self.rewards.start()
-        self.weights = part_weights(self.config.reward, self.parts)
+        parts = self.rewards.start()
+        self.reward = RewardParts(parts, part_weights(self.config.reward, parts))
         self.publish()
         self.progress.message(f"policy: {num_trainable:,} trainable parameters, {self.schedule.describe()}")
 
@@ -160,10 +160,9 @@ class Controller:
         self.version = int(metrics["policy_version"])
         with self._phase("publish", times):
             self.publish()
-        rewards = RewardParts(self.parts, self.weights)
-        record = rollout.scores, rollout.infos, advantages, rewards
+        record = rollout.scores, rollout.infos, advantages, self.reward
         self.rollout_log.write(iteration + 1, rollout_rows(iteration + 1, prompts, *record))
-        counters = {f"reward/{name}": float(count) for name, count in self.rewards.counts.items()}
+        counters = {f"reward_service/{name}": float(count) for name, count in self.rewards.counts.items()}
         return metrics | times | counters | iteration_metrics(*record)
 
     def _phase(self, name: str, times: dict[str, float]):
@@ -208,14 +207,10 @@ class Controller:
             )
             values[i] = dataclasses.replace(values[i], axes=kept, reasons=reasons)
         self.rewards.check_failures(values)
-        if not any(np.isfinite(self.weighted(value.axes)).any() for value in values):
+        if not any(np.isfinite(self.reward.total(value.axes)).any() for value in values):
             num_broken = sum(not ok for info in infos for ok in info.finite)
             raise RuntimeError(f"no video has a finite reward; {num_broken} have latents that are not finite")
         return Rollout([groups[g] for g in order], infos, values)
-
-    def weighted(self, axes: np.ndarray) -> np.ndarray:
-        """Weighted sum of reward parts [..., K] (eq. 33); nan where one that counts is not finite."""
-        return RewardParts(self.parts, self.weights).total(axes)
 
     def _advantages(self, scores: Sequence[Scores]) -> Advantages:
         settings = self.config.advantage
@@ -228,9 +223,9 @@ class Controller:
         )
         axes_PGK = np.stack([s.axes for s in scores])
         if settings.combine == "axis":
-            trained = RewardParts(self.parts, self.weights).trained
-            return axis_advantages(axes_PGK[..., trained], [self.weights[k] for k in trained], how)
-        return group_advantages(self.weighted(axes_PGK), how)
+            trained = self.reward.trained
+            return axis_advantages(axes_PGK[..., trained], [self.reward.weights[k] for k in trained], how)
+        return group_advantages(self.reward.total(axes_PGK), how)
 
     def evaluate(self, prompts: Sequence[Prompt], first_group: int, num_previews: int) -> EvaluatedSet:
         """ODE videos of fixed prompts and seeds under the present weights (or those that `publish` gave last), scored
@@ -259,11 +254,11 @@ class Controller:
         shown = range(0, len(prompts), max(1, len(prompts) // max(1, num_previews)))
         frames = wait_all([_first_video.remote(rollout.groups[i].frames) for i in shown], "previews", 600.0)
         return EvaluatedSet(
-            parts=self.parts,
+            parts=self.reward.names,
             axes=axes,
-            reward=self.weighted(axes),
+            reward=self.reward.total(axes),
             truth=truth,
-            truth_total=None if truth is None else combine(truth, truth_weights(RewardParts(self.parts, self.weights))),
+            truth_total=None if truth is None else self.reward.truth_total(truth),
             matches=matches,
             previews=[(prompts[i].text, video) for i, video in zip(shown, frames, strict=True)],
         )

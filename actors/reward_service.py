@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
 from actors.cluster import Layout, start_actor, wait_until_ready
@@ -26,6 +25,7 @@ from actors.pools import GroupRefs
 from actors.reward_worker import RewardWorker
 from actors.wait import REPORT_S
 from sage_ray.config import Config
+from sage_ray.reward_parts import as_scores, failed
 from sage_ray.rewards.build import check_runtime_env
 from sage_ray.types import Scores, VideoScore
 
@@ -290,23 +290,3 @@ class RewardService:
                 self._queue.clear()
             for video in waiting:
                 self._finish(video, failed("no reward worker is left", len(self.parts)))
-
-
-def failed(reason: str, num_parts: int) -> VideoScore:
-    """A video without a score."""
-    return VideoScore(np.full(num_parts, np.nan), reason, "", None, None, {}, 0.0)
-
-
-def as_scores(videos: Sequence[VideoScore]) -> Scores:
-    """Scores of a group from those of its videos; truth of a failed video is nan where others are judged."""
-    judged = any(video.truth is not None for video in videos)
-    names = next((tuple(video.frames) for video in videos if video.frames), ())
-    unknown = np.full(3, np.nan)
-    return Scores(
-        axes=np.stack([video.parts for video in videos]),
-        truth=np.stack([unknown if v.truth is None else v.truth for v in videos]) if judged else None,
-        matches=np.array([np.nan if v.match is None else v.match for v in videos]) if judged else None,
-        seconds=sum(video.seconds for video in videos),
-        reasons=tuple(video.reason for video in videos),
-        frames={name: np.array([video.frames.get(name, np.nan) for video in videos]) for name in names},
-    )

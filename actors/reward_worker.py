@@ -10,7 +10,7 @@ import torch
 
 from sage_ray.config import Config
 from sage_ray.frame_statistics import frame_statistics
-from sage_ray.iteration_record import RewardParts
+from sage_ray.reward_parts import RewardParts
 from sage_ray.rewards.build import NamedScorer, build_scorers, part_weights
 from sage_ray.shapes.truth import judge
 from sage_ray.types import AXES, VideoScore
@@ -67,15 +67,14 @@ class RewardWorker:
     ) -> tuple[np.ndarray, list[str]]:
         """(float64 [B, parts], reasons). A batch that fails is scored one by one: only the bad video is lost. A service
         that does not answer is not asked again for every video."""
-        shape = (len(videos), len(named.parts))
         try:
-            found = np.asarray(named.scorer.score(videos, prompts, self.config.sampling.fps), np.float64)
-            if found.shape != shape:
-                raise ValueError(f"scores of shape {found.shape}, {shape} were expected")
+            found = named.scorer.score(videos, prompts, self.config.sampling.fps)
             return found, [reason or "" for reason in named.reasons()] or [""] * len(videos)
         except (ValueError, RuntimeError, OSError) as error:
             if len(videos) == 1 or isinstance(error, ConnectionError):
-                return np.full(shape, np.nan), [f"{type(error).__name__}: {_first_line(error)}"] * len(videos)
+                return np.full((len(videos), len(named.parts)), np.nan), [
+                    f"{type(error).__name__}: {_first_line(error)}"
+                ] * len(videos)
         single = [self._score_with(named, [video], [prompt]) for video, prompt in zip(videos, prompts, strict=True)]
         return np.concatenate([values for values, _ in single]), [reasons[0] for _, reasons in single]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -31,25 +32,24 @@ class RunStoppedError(RuntimeError):
 def train(run: CheckedRun) -> None:
     """Run a checked configuration to its end. Raises RunStoppedError when the run cannot start or go on."""
     progress, controller = Progress(run.config.num_iterations), None
-    try:
-        start_ray(run.config)
-        controller = _start(run, progress)
-        _run(run, controller, progress)
-    except ConfigError:
-        raise
-    except (ray.exceptions.RayError, TimeoutError, RuntimeError, OSError, ValueError) as error:
-        raise RunStoppedError(_explain(run, controller, error)) from error
-    finally:
+    with ExitStack() as closing:
         try:
-            if controller is not None:
-                controller.close()
-        finally:
-            ray.shutdown()
+            start_ray(run.config)
+            closing.callback(ray.shutdown)
+            start, controller = time.monotonic(), _place(run, progress)
+            closing.callback(controller.close)
+            controller.start()
+            progress.message(f"ready after {time.monotonic() - start:.0f} s")
+            _run(run, controller, progress)
+        except ConfigError:
+            raise
+        except (ray.exceptions.RayError, TimeoutError, RuntimeError, OSError, ValueError) as error:
+            raise RunStoppedError(_explain(run, controller, error)) from error
 
 
-def _start(run: CheckedRun, progress: Progress) -> Controller:
-    """Place and start all actors; the output folder appears once the layout is known to fit."""
-    config, start = run.config, time.monotonic()
+def _place(run: CheckedRun, progress: Progress) -> Controller:
+    """Place all actors; the output folder appears once the layout is known to fit."""
+    config = run.config
     layout = plan_layout(config, ray.cluster_resources().get("GPU", 0))
     output = Path(config.output_dir)
     output.mkdir(parents=True, exist_ok=True)
@@ -58,14 +58,7 @@ def _start(run: CheckedRun, progress: Progress) -> Controller:
         f"starting {config.rollout.num_workers} rollout, {config.reward.num_workers} reward and "
         f"{config.learner.num_ranks} learner actors on {layout.device}"
     )
-    controller = Controller(config, layout, run.prompts, progress)
-    try:
-        controller.start()
-    except BaseException:
-        controller.close()
-        raise
-    progress.message(f"ready after {time.monotonic() - start:.0f} s")
-    return controller
+    return Controller(config, layout, run.prompts, progress)
 
 
 def _explain(run: CheckedRun, controller: Controller | None, error: BaseException) -> str:

@@ -30,21 +30,20 @@ class CheckedRun:
 def check(files: Sequence[Path], overrides: Sequence[str]) -> CheckedRun:
     """Raises ValueError naming key or file, value and rule, for the first fault."""
     config = load_config(files, overrides)
-    for rule in RULES:
+    validate(config)
+    for rule in FILE_RULES:
         rule(config)
-    return CheckedRun(config, read_prompts(config.data.prompts), _held_out(config))
+    return CheckedRun(config, *_prompts(config))
 
 
 def problems(config: Config) -> list[str]:
-    """Every fault of a configuration, in the order of `RULES`; a broken number hides what is computed from it."""
+    """Every fault in the files of a configuration that has passed `validate`."""
     found = []
-    for rule in RULES:
+    for rule in (*FILE_RULES, _prompts):
         try:
             rule(config)
         except ValueError as error:
             found.append(str(error))
-            if rule is validate:
-                break
     return found
 
 
@@ -54,9 +53,10 @@ def _check_reward(config: Config) -> None:
         check_runtime_env(Path(config.reward.runtime_env))
 
 
-def _check_prompts(config: Config) -> None:
-    """Prompt files are readable, there are enough prompts, and the judge knows them."""
-    prompts, held_out = read_prompts(config.data.prompts), _held_out(config)
+def _prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
+    """(training, held-out) prompts: their files are readable, there are enough, and the judge knows them."""
+    prompts = read_prompts(config.data.prompts)
+    held_out = read_prompts(config.data.held_out_prompts) if config.evaluation.num_prompts else []
     if num_prompts(config) > len(prompts):
         raise ConfigError(
             f"data.num_prompts: {num_prompts(config)} an iteration, but {', '.join(config.data.prompts)} "
@@ -65,10 +65,7 @@ def _check_prompts(config: Config) -> None:
     if config.reward.truth == "shapes":
         for prompt in (*prompts, *held_out):
             parse_caption(prompt.text)
-
-
-def _held_out(config: Config) -> list[Prompt]:
-    return read_prompts(config.data.held_out_prompts) if config.evaluation.num_prompts else []
+    return prompts, held_out
 
 
 def _check_schedule(config: Config) -> None:
@@ -82,11 +79,4 @@ def _check_lora(config: Config) -> None:
         check_adapter(Path(config.lora.path), config.lora.rank, config.lora.alpha)
 
 
-RULES: tuple[Callable[[Config], None], ...] = (
-    validate,
-    check_files,
-    _check_schedule,
-    _check_lora,
-    _check_reward,
-    _check_prompts,
-)
+FILE_RULES: tuple[Callable[[Config], None], ...] = (check_files, _check_schedule, _check_lora, _check_reward)

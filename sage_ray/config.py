@@ -135,7 +135,7 @@ class RewardConfig:
     runtime_env: str | None = None
     """YAML file with a Ray runtime_env for the reward actors, for a reward with pins of its own."""
     max_batch_tokens: int = 65536
-    """Vision tokens that a reward actor scores at once."""
+    """Vision tokens that a reward actor takes from the queue at once (VideoAlign runs at most 32 clips a forward)."""
     max_pending: int = 4096
     """Videos waiting for a score above which no further group is generated."""
     timeout_s: float = 600.0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_ray.config import Config, ConfigError
+from sage_ray.json_object import read_object
 
 PIPELINE = "HunyuanVideo15Pipeline"
 CONFIG_FILES = {
@@ -138,14 +139,9 @@ def _check_video_size(config: Config) -> None:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise _broken(file, "the file does not exist") from None
-    except (OSError, ValueError) as error:
-        raise _broken(file, f"must be readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise _broken(file, "must hold a JSON object")
-    return content
+        return read_object(file)
+    except ValueError as error:
+        raise ConfigError(f"model.path: {error}") from error
 
 
 def _broken(file: Path, rule: str) -> ConfigError:

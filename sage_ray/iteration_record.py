@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from sage_ray.advantage import Advantages, combine
+from sage_ray.advantage import Advantages
+from sage_ray.reward_parts import RewardParts
 from sage_ray.rollout_log import RolloutRow
 from sage_ray.types import AXES, GroupInfo, Prompt, Scores
-
-
-class RewardParts(NamedTuple):
-    """The parts of the run's reward. A part of weight 0 is a measure: it is logged, and its failure fails nothing;
-    VideoAlign's axes come from one forward and always count."""
-
-    names: tuple[str, ...]
-    weights: tuple[float, ...]
-
-    @property
-    def trained(self) -> list[int]:
-        """Columns that the reward needs."""
-        return [k for k, name in enumerate(self.names) if self.weights[k] != 0 or name in AXES]
-
-    def total(self, axes: np.ndarray) -> np.ndarray:
-        """Weighted sum of [..., K] (eq. 33), nan where a needed part is not finite; returns [...]."""
-        return combine(axes[..., self.trained], [self.weights[k] for k in self.trained])
 
 
 def iteration_metrics(
@@ -53,15 +36,9 @@ def iteration_metrics(
     return metrics
 
 
-def truth_weights(parts: RewardParts) -> tuple[float, ...]:
-    """Weights of truth's VQ, MQ and TA: those of the reward, or equal ones where the reward has no such axes."""
-    found = dict(zip(parts.names, parts.weights, strict=True))
-    return tuple(found[axis] for axis in AXES) if set(AXES) <= found.keys() else (1.0, 1.0, 1.0)
-
-
 def _truth_means(truth_PG3: np.ndarray, parts: RewardParts) -> dict[str, float]:
     means = {f"truth/{axis}": _mean(truth_PG3[..., k]) for k, axis in enumerate(AXES)}
-    return {"truth/total": _mean(combine(truth_PG3, truth_weights(parts)))} | means
+    return {"truth/total": _mean(parts.truth_total(truth_PG3))} | means
 
 
 def _mean(values) -> float:
@@ -110,7 +87,7 @@ def rollout_rows(
 
 
 def _truth(axes: np.ndarray, parts: RewardParts) -> dict[str, float | None]:
-    return {"truth": _number(combine(axes, truth_weights(parts)))} | {
+    return {"truth": _number(parts.truth_total(axes))} | {
         f"truth_{axis}": _number(axes[k]) for k, axis in enumerate(AXES)
     }
 

@@ -18,21 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.adamw import adamw
 
+from sage_ray.config import OptimizerConfig
+
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of p(s) = a s + b s^3 + c s^5, which drives singular values in (0, 1] towards 1 (Jordan et al., Muon)."""
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    *,
-    name: str,
-    learning_rate: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    momentum: float = 0.95,
-    ns_dtype: torch.dtype = torch.bfloat16,
+    named_parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerConfig
 ) -> torch.optim.Optimizer:
     """The optimizer of all parameters that require a gradient; the official run is muon with betas .95/.95, eps 1e-8.
 
@@ -42,25 +35,24 @@ def build_optimizer(
 
     Args:
         named_parameters: plain tensors, or DTensors sharded on dim 0 of a 1-D mesh; the same order on every rank.
-        name: "muon" or "adamw". beta1, beta2, eps: of AdamW. momentum: of Muon. ns_dtype: of Muon's Newton-Schulz
-            iteration and of its communication.
-    Raises: ValueError naming key, value and rule.
+        settings: checked by config_check.
+    Raises: ValueError when nothing is trained, or a parameter is sharded in another way.
     """
     trainable = [(key, p) for key, p in named_parameters if p.requires_grad]
     _require(bool(trainable), "named_parameters", len(trainable), "must hold a parameter that requires a gradient")
-    _require(name in ("muon", "adamw"), "name", name, "must be muon or adamw")
-    _require(0 < eps < math.inf, "eps", eps, "must be finite and above 0")
-    for key, value in {"learning_rate": learning_rate, "weight_decay": weight_decay}.items():
-        _require(0 <= value < math.inf, key, value, "must be finite and at least 0")
-    for key, value in {"beta1": beta1, "beta2": beta2, "momentum": momentum}.items():
-        _require(0 <= value < 1, key, value, "must be in [0, 1)")
     for key, p in trainable:
         if isinstance(p, DTensor):
             _require(p.placements == (Shard(0),), key, p.placements, "must be sharded on dim 0 of a 1-D mesh")
-    common = {"lr": learning_rate, "betas": (beta1, beta2), "eps": eps, "weight_decay": weight_decay}
-    if name == "adamw":
-        return torch.optim.AdamW([p for _, p in trainable], **common)
-    return Muon([p for _, p in trainable], {**common, "momentum": momentum, "ns_dtype": ns_dtype})
+    common = {
+        "lr": settings.learning_rate,
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
+    parameters = [p for _, p in trainable]
+    if settings.name == "adamw":
+        return torch.optim.AdamW(parameters, **common)
+    return Muon(parameters, {**common, "momentum": settings.momentum, "ns_dtype": getattr(torch, settings.muon_dtype)})
 
 
 class Muon(torch.optim.Optimizer):

@@ -18,7 +18,7 @@ from sage_ray.config import KLConfig, LossConfig, OptimizerConfig
 from sage_ray.equalizer import equalizer_scales
 from sage_ray.group_batch import GroupBatch, ReplayRules, Row, rows_of
 from sage_ray.loss import policy_loss
-from sage_ray.models.hunyuan_video import TORCH_DTYPES, PackedVelocity, condition_tensors, guided_velocity
+from sage_ray.models.hunyuan_video import PackedVelocity, condition_tensors, guided_velocity
 from sage_ray.optim import build_optimizer, learning_rate_factor, set_learning_rate
 from sage_ray.parallel import local_shards, max_over_ranks, reshard, sum_over_ranks
 from sage_ray.references import ReferenceBank
@@ -59,17 +59,7 @@ class PolicyUpdate:
         self.total_steps = total_steps
         self.device = next(model.parameters()).device
         self.trainable = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = build_optimizer(
-            model.named_parameters(),
-            name=optimizer.name,
-            learning_rate=optimizer.learning_rate,
-            beta1=optimizer.beta1,
-            beta2=optimizer.beta2,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            momentum=optimizer.momentum,
-            ns_dtype=TORCH_DTYPES[optimizer.muon_dtype],
-        )
+        self.optimizer = build_optimizer(model.named_parameters(), optimizer)
         self.version = 0
         self.terms = KL_TERMS[kl.mode]
         self.controller = KLController(

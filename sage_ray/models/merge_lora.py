@@ -17,6 +17,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from sage_ray.command import run
 from sage_ray.models.lora import FILE, METADATA, PREFIX, add_lora, check_adapter, load_adapter, merged_state
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -65,12 +66,7 @@ def main() -> int:
     for name in ("policy", "adapter", "out"):
         parser.add_argument(name, type=Path)
     arguments = parser.parse_args()
-    try:
-        print(f"wrote {merge(arguments.policy, arguments.adapter, arguments.out)}")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run(lambda: merge(arguments.policy, arguments.adapter, arguments.out))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from sage_ray.config import Config
+from sage_ray.json_object import read_object
 from sage_ray.rewards.video_input import FACTOR, TEMPORAL, ClipRules, frame_indices, smart_resize
 
 
@@ -21,7 +21,7 @@ def batch_videos(config: Config) -> int:
     reward, sampling = config.reward, config.sampling
     rules = ClipRules(2.0, None, 200704)
     if reward.path is not None:
-        data = json.loads((Path(reward.path) / "model_config.json").read_text("utf-8"))["data_config"]
+        data = read_object(Path(reward.path) / "model_config.json")["data_config"]
         rules = ClipRules(data["fps"], data.get("num_frames"), data["max_frame_pixels"])
     tokens = video_tokens(sampling.num_frames, sampling.height, sampling.width, sampling.fps, rules)
     return max(1, reward.max_batch_tokens // tokens)

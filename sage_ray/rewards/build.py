@@ -15,9 +15,8 @@ import yaml
 from sage_ray.config import ConfigError, RewardConfig, ScorerConfig, axis_weights
 from sage_ray.rewards import clip_score
 from sage_ray.rewards.remote import TOKEN_VARIABLE, RemoteScorer
-from sage_ray.rewards.scorer import Scorer
 from sage_ray.rewards.user_scorer import CheckedScorer, load_user_scorer
-from sage_ray.rewards.videoalign import VideoAlign
+from sage_ray.rewards.videoalign import VideoAlign, VideoAlignScorer
 from sage_ray.rewards.weight_files import DTYPES
 from sage_ray.types import AXES
 
@@ -27,7 +26,7 @@ FOLDER_KINDS = {"clip_score": clip_score.ClipScore, "pick_score": clip_score.Pic
 class NamedScorer(NamedTuple):
     """A scorer, the run's names of its parts, and why rows of its last call have no score, where it can tell."""
 
-    scorer: Scorer
+    scorer: CheckedScorer
     parts: tuple[str, ...]
     reasons: Callable[[], Sequence[str | None]] = tuple
 
@@ -93,7 +92,7 @@ def build_scorers(reward: RewardConfig, device: str) -> list[NamedScorer]:
     """Load every scorer of a run. Raises ValueError (or ConnectionError) naming what cannot be had."""
     dtype, scorers = DTYPES[reward.dtype], []
     if reward.path is not None:
-        scorers.append(NamedScorer(VideoAlign.load(Path(reward.path), device, dtype), AXES))
+        scorers.append(NamedScorer(CheckedScorer(VideoAlignScorer(reward.path, device, dtype), "VideoAlign"), AXES))
     for name, settings in reward.extra.items():
         scorer = _extra(settings, device, reward.timeout_s)
         parts = (name,) if len(scorer.parts) == 1 else tuple(f"{name}.{part}" for part in scorer.parts)

@@ -12,13 +12,13 @@ The highest N is used. Only JSON, file headers and zip directories are read; no 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 import string
 from dataclasses import dataclass
 from pathlib import Path
 
+from sage_ray.json_object import read_object
 from sage_ray.rewards.weight_files import check_weight_file
 from sage_ray.types import AXES
 
@@ -77,7 +77,7 @@ def open_folder(folder: Path) -> RewardFolder:
     if not folder.is_dir():
         raise ValueError(f"{folder}: must be a VideoAlign directory, is {'a file' if folder.exists() else 'missing'}")
     file = folder / "model_config.json"
-    config = _read_json(file)
+    config = read_object(file)
     _check_config(file, config)
     base = _base_config(folder, config["model_config"]["model_name_or_path"])
     checkpoint = _newest_checkpoint(folder)
@@ -86,18 +86,6 @@ def open_folder(folder: Path) -> RewardFolder:
     _check_tokenizer(tokenizer)
     template = _template(folder / "prompt_template.txt", weights)
     return RewardFolder(folder, config, base, template, weights, tokenizer)
-
-
-def _read_json(file: Path) -> dict:
-    if not file.is_file():
-        raise ValueError(f"{file}: the file is missing")
-    try:
-        value = json.loads(file.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not valid JSON ({error})") from None
-    if type(value) is not dict:
-        raise ValueError(f"{file}: must hold a JSON object, holds {type(value).__name__}")
-    return value
 
 
 def _check_config(file: Path, config: dict) -> None:
@@ -146,7 +134,7 @@ def _base_config(folder: Path, name: str) -> dict:
     file = next((place for place in places if place.is_file()), None)
     if file is None:
         raise ValueError(f"{folder}: the config.json of {name} is at none of {', '.join(map(str, places))}")
-    base = _read_json(file)
+    base = read_object(file)
     if base.get("model_type") != "qwen2_vl":
         raise ValueError(f"{file}: model_type={base.get('model_type')!r} must be 'qwen2_vl'")
     vision, text = base.get("vision_config"), base.get("text_config", base)
@@ -182,7 +170,7 @@ def _weights(checkpoint: Path) -> tuple[Path, ...]:
 
 
 def _check_tokenizer(file: Path) -> None:
-    added = _read_json(file).get("added_tokens", [])
+    added = read_object(file).get("added_tokens", [])
     known = {entry["content"] for entry in added}
     for token in (*CHAT_TOKENS, *REWARD_TOKENS):
         if token not in known:

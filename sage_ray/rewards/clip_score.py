@@ -8,7 +8,6 @@ weights, preprocessing other than CLIP's, prompt prefixes ("A photo depicts").
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPTokenizer, CLIPVisionConfig
 
+from sage_ray.json_object import read_object
 from sage_ray.rewards.video_input import check_clip, resize
 from sage_ray.rewards.weight_files import check_weight_file
 
@@ -115,20 +115,8 @@ def open_folder(folder: Path) -> ClipFolder:
     return ClipFolder(folder, config, images, prompts)
 
 
-def _read_json(file: Path) -> dict:
-    if not file.is_file():
-        raise ValueError(f"{file}: the file is missing")
-    try:
-        value = json.loads(file.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not valid JSON ({error})") from None
-    if type(value) is not dict:
-        raise ValueError(f"{file}: must hold a JSON object, holds {type(value).__name__}")
-    return value
-
-
 def _read_config(file: Path) -> CLIPConfig:
-    raw = _read_json(file)
+    raw = read_object(file)
     if raw.get("model_type") != "clip":
         raise ValueError(f"{file}: model_type={raw.get('model_type')!r} must be 'clip'")
     for section in ("text_config", "vision_config"):
@@ -142,7 +130,7 @@ def _read_config(file: Path) -> CLIPConfig:
 
 def _read_images(file: Path, image_size: object) -> ImageRules:
     """The file may state sizes as a number or as {"shortest_edge"} and {"height", "width"}."""
-    raw = _read_json(file)
+    raw = read_object(file)
     size, crop = raw.get("size"), raw.get("crop_size")
     edge = size.get("shortest_edge") if isinstance(size, dict) else size
     side = crop.get("height") if isinstance(crop, dict) and crop.get("height") == crop.get("width") else crop
@@ -171,9 +159,9 @@ def _constants(file: Path, raw: dict, key: str) -> tuple[float, float, float]:
 def _read_tokenizer(folder: Path, text: CLIPTextConfig) -> PromptIds:
     """transformers makes a tokenizer of two tokens out of nothing, so the files and the ids are checked."""
     if (folder / "tokenizer.json").exists():
-        _read_json(folder / "tokenizer.json")
+        read_object(folder / "tokenizer.json")
     else:
-        _read_json(folder / "vocab.json")
+        read_object(folder / "vocab.json")
         if not (folder / "merges.txt").is_file():
             raise ValueError(f"{folder / 'merges.txt'}: the file is missing, as is tokenizer.json")
     try:

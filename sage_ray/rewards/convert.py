@@ -13,6 +13,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from sage_ray.command import run
 from sage_ray.rewards.checkpoint import open_folder
 from sage_ray.rewards.network import RewardNetwork
 from sage_ray.rewards.prompt_input import PromptEncoder
@@ -42,12 +43,8 @@ def convert(folder: Path) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path, help="the VideoReward directory")
-    try:
-        print(f"wrote {convert(parser.parse_args().folder)}")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    folder = parser.parse_args().folder
+    return run(lambda: convert(folder))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -29,7 +29,7 @@ import safetensors
 from sage_ray.rewards.remote import TOKEN_VARIABLE, WIRE_VERSION, check_token, parse_object
 from sage_ray.rewards.user_scorer import CheckedScorer, construct, load_user_scorer, one_line
 from sage_ray.rewards.video_input import check_clip
-from sage_ray.types import AXES
+from sage_ray.rewards.videoalign import VideoAlignScorer
 
 MAX_BODY_BYTES = 1 << 30
 READ_TIMEOUT_S = 30.0
@@ -46,20 +46,6 @@ class RefusedError(Exception):
     def __init__(self, status: int, reason: str):
         super().__init__(reason)
         self.status, self.reason = status, " ".join(reason.split())
-
-
-class VideoAlignScorer:
-    """VideoAlign under the protocol: named parts, numpy scores."""
-
-    parts = AXES
-
-    def __init__(self, folder: str, device: str = "cpu"):
-        from sage_ray.rewards.videoalign import VideoAlign
-
-        self.model = VideoAlign.load(folder, device)
-
-    def score(self, videos: Sequence[np.ndarray], prompts: Sequence[str], fps: float) -> np.ndarray:
-        return self.model.score(videos, prompts, fps).numpy()
 
 
 class ScoreServer(ThreadingHTTPServer):

@@ -151,3 +151,16 @@ def match_tensors(network: RewardNetwork, state: dict[str, torch.Tensor], file: 
     if head in state and not torch.equal(state[head], state[embedding]):
         raise ValueError(f"{file}: {head} differs from {embedding}; upstream ties them, so they must be equal")
     return {name: state[key] for name, key in keys.items()}
+
+
+class VideoAlignScorer:
+    """A VideoAlign folder as a Scorer."""
+
+    parts = AXES
+
+    def __init__(self, folder: str | Path, device: str = "cpu", dtype: torch.dtype | None = None):
+        self.model = VideoAlign.load(folder, device, dtype)
+
+    def score(self, videos: Sequence[np.ndarray], prompts: Sequence[str], fps: float) -> np.ndarray:
+        """VQ, MQ and TA of every clip, normalised, float64 [B, 3]; raises as `VideoAlign.score`."""
+        return self.model.score(videos, prompts, fps).numpy()

@@ -9,7 +9,8 @@ import pytest
 import actors
 import sage_ray
 from sage_ray.config import ConfigError, RewardConfig, ScorerConfig
-from sage_ray.iteration_record import RewardParts, iteration_metrics, truth_weights
+from sage_ray.iteration_record import iteration_metrics
+from sage_ray.reward_parts import RewardParts
 from sage_ray.rewards.batching import batch_videos, video_tokens
 from sage_ray.rewards.build import build_scorers, check_scorers, part_weights
 from sage_ray.rewards.video_input import ClipRules
@@ -88,7 +89,8 @@ def test_a_measure_that_fails_fails_nothing_and_a_needed_part_fails_the_video():
     parts = RewardParts(("VQ", "MQ", "TA", "measure", "mine"), (0.5, 0.5, 0.0, 0.0, 2.0))
     axes = np.array([[1, 1, 9, NAN, 1], [1, 1, 9, 5, NAN], [1, 1, NAN, 5, 1]], np.float64)
     np.testing.assert_array_equal(parts.total(axes), [3.0, NAN, NAN])
-    assert truth_weights(parts) == (0.5, 0.5, 0.0) and truth_weights(RewardParts(("mine",), (1.0,))) == (1.0, 1.0, 1.0)
+    assert parts.truth_total(np.array([1.0, 2.0, 4.0])) == 1.5
+    assert RewardParts(("mine",), (1.0,)).truth_total(np.array([1.0, 2.0, 4.0])) == 7.0
 
 
 def test_metrics_of_parts_and_frames_leave_failures_out():

@@ -87,7 +87,7 @@ def test_unsupported_value_is_named(folder, path, value):
 
 def test_json_must_be_valid(folder):
     (folder / "model_config.json").write_text("{")
-    refuses(folder, "model_config.json", "not valid JSON")
+    refuses(folder, "model_config.json", "must be readable JSON")
     (folder / "model_config.json").write_text("[]")
     refuses(folder, "must hold a JSON object")
 
