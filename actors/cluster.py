@@ -44,20 +44,25 @@ def start_ray(config: Config) -> None:
     )
 
 
-def plan_layout(config: Config, num_gpus: float) -> Layout:
+def plan_layout(config: Config, num_gpus: float, num_ranks: int | None = None) -> Layout:
     """Devices of every pool for a cluster with `num_gpus` GPUs. Raises ConfigError when they do not fit.
 
-    Every actor takes whole GPUs where there are enough; else, with cluster.share_gpu and one learner rank, all
+    Every actor takes whole GPUs where there are enough; else, with cluster.share_gpu and at most one learner rank, all
     actors share what is there.
+
+    Args: num_ranks: of the learner, 0 where nothing is trained; None takes learner.num_ranks.
     """
     wanted = config.cluster.device
     device = ("cuda" if num_gpus >= 1 else "cpu") if wanted == "auto" else wanted
     if device == "cpu":
+        if config.rollout.cuda_graphs:
+            raise ConfigError("rollout.cuda_graphs=True: needs GPUs, the run would be on the CPU")
         return Layout("cpu", 0, 0, 0)
-    counts = config.rollout.num_workers, config.reward.num_workers, config.learner.num_ranks
+    ranks = config.learner.num_ranks if num_ranks is None else num_ranks
+    counts = config.rollout.num_workers, config.reward.num_workers, ranks
     reward_share = 1 if config.reward.gpus_per_worker is None else config.reward.gpus_per_worker
     need = counts[0] * config.rollout.gpus_per_group + counts[1] * reward_share + counts[2]
-    if need > num_gpus >= 1 and config.cluster.share_gpu and config.learner.num_ranks == 1:
+    if need > num_gpus >= 1 and config.cluster.share_gpu and ranks <= 1:
         if config.reward.gpus_per_worker is None:
             share = 1 / math.ceil(sum(counts) / num_gpus)
             return Layout("cuda", share, share, share)

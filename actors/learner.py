@@ -57,7 +57,13 @@ class LearnerRank:
             schedule_steps=training_schedule(config).rule.candidates,
         )
         self.update_rule = PolicyUpdate(
-            model, config.loss, config.kl, config.optimizer, rules, total_optimizer_steps(config)
+            model,
+            config.loss,
+            config.kl,
+            config.optimizer,
+            rules,
+            total_optimizer_steps(config),
+            config.learner.videos_per_pass,
         )
         return sum(p.numel() for p in self.update_rule.trainable)
 
@@ -117,11 +123,15 @@ class LearnerRank:
         return folder
 
     def _state(self, adapter: bool) -> dict[str, torch.Tensor]:
-        return adapter_state(self.update_rule.model.transformer) if adapter else _full_state(self.update_rule)
+        """Whole weights on the CPU under the names of their file; every rank takes part. Copies: on a CPU they would be
+        the live weights, which other weights may be swapped into before they are written."""
+        rule = self.update_rule
+        state = adapter_state(rule.model.transformer) if adapter else _full_state(rule)
+        return {name: tensor.clone() if tensor.device == rule.device else tensor for name, tensor in state.items()}
 
 
 def _full_state(rule: PolicyUpdate) -> dict[str, torch.Tensor]:
-    """Whole weights under diffusers' names, on the CPU; every rank takes part."""
+    """Whole weights under diffusers' names, on the CPU."""
     return {
         name.removeprefix("transformer."): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu()
         for name, p in rule.model.named_parameters()

@@ -42,7 +42,7 @@ class RolloutPool:
     """Rollout workers. A worker gets work only at the version it has confirmed."""
 
     def __init__(self, config: Config, layout: Layout):
-        self.timeout_s = config.rollout.timeout_s
+        self.timeout_s, self.groups_per_task = config.rollout.timeout_s, config.rollout.groups_per_task
         self.workers = [
             start_actor(RolloutWorker, layout.gpus_rollout, config, layout.device)
             for _ in range(config.rollout.num_workers)
@@ -64,25 +64,27 @@ class RolloutPool:
                 raise RuntimeError(f"rollout worker answers {answer} to version {publication.version}")
 
     def generate(self, requests: Sequence[GroupRequest]) -> Iterator[GroupRefs]:
-        """Groups in the order in which they finish; each worker has one request running and one waiting."""
-        queue, running = deque(requests), {}
+        """Groups in the order in which they finish; each worker has one task running and one waiting."""
+        size = self.groups_per_task
+        queue = deque(requests[i : i + size] for i in range(0, len(requests), size))
+        running: dict[ray.ObjectRef, tuple[ray.actor.ActorHandle, list[GroupRefs]]] = {}
 
         def submit(worker: ray.actor.ActorHandle) -> None:
             if queue:
-                request = queue.popleft()
-                trajectory, frames, info = worker.generate.options(
-                    num_returns=3, name=f"generate step {request.step} group {request.group}"
-                ).remote(request)
-                running[info] = worker, GroupRefs(request, trajectory, frames, info)
+                task = queue.popleft()
+                name = f"generate step {task[0].step} groups {task[0].group} to {task[-1].group}"
+                refs = worker.generate.options(num_returns=3 * len(task), name=name).remote(*task)
+                groups = [GroupRefs(request, *refs[3 * i : 3 * i + 3]) for i, request in enumerate(task)]
+                running[groups[-1].info] = worker, groups
 
         for worker in [*self.workers, *self.workers]:
             submit(worker)
         while running:
-            done, _ = wait_some(list(running), 1, f"{len(running) + len(queue)} rollout groups", self.timeout_s)
+            done, _ = wait_some(list(running), 1, f"{len(running) + len(queue)} rollout tasks", self.timeout_s)
             for info in done:
-                worker, refs = running.pop(info)
+                worker, groups = running.pop(info)
                 submit(worker)
-                yield refs
+                yield from groups
 
 
 class LearnerGroup:

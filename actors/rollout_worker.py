@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from sage_ray.config import Config
-from sage_ray.models.hunyuan_video import TORCH_DTYPES, HunyuanVideo, condition_tensors, guided_velocity
+from sage_ray.models.condition import condition_tensors
+from sage_ray.models.graphed import GraphedForward
+from sage_ray.models.hunyuan_video import TORCH_DTYPES, HunyuanVideo, guided_velocity
 from sage_ray.models.lora import adapt
 from sage_ray.noise import EVALUATION, TRAINING, initial_noise, step_noise
 from sage_ray.sampler import Generated, generate
@@ -33,6 +36,7 @@ class RolloutWorker:
         if config.lora.rank:
             adapt(self.model.velocity, config.lora, config.seed, dtype=self.model.velocity.dtype)
             self.model.velocity.requires_grad_(False)
+        self.forward = GraphedForward(self.model.velocity) if config.rollout.cuda_graphs else self.model.velocity
         sampling = config.sampling
         self.latent_shape = self.model.latent_shape(sampling.num_frames, sampling.height, sampling.width)
         self.version, self.digest = -1, ""
@@ -51,67 +55,75 @@ class RolloutWorker:
         self.version, self.digest = version, digest
         return {"version": version, "digest": digest, "seconds": time.monotonic() - start}
 
-    def generate(self, request: GroupRequest) -> tuple[Trajectory, np.ndarray, GroupInfo]:
-        """One group: (trajectory, frames uint8 [G, T, H, W, 3], info). Raises StaleWeightsError on another version."""
-        if request.policy_version != self.version:
-            raise StaleWeightsError(
-                f"policy version {request.policy_version} was asked for, this worker holds {self.version}"
-            )
+    def generate(self, *requests: GroupRequest) -> tuple[Trajectory | np.ndarray | GroupInfo, ...]:
+        """Groups of one policy version: for each in turn its trajectory, frames uint8 [G, T, H, W, 3] and info.
+
+        Those with the same stochastic steps share their forwards. Raises StaleWeightsError on another version.
+        """
+        for request in requests:
+            if request.policy_version != self.version:
+                raise StaleWeightsError(
+                    f"policy version {request.policy_version} was asked for, this worker holds {self.version}"
+                )
+        alike = groupby(requests, key=lambda r: (r.sigmas, r.sde_type, r.eta, r.sde_steps, r.evaluation))
+        return tuple(part for _, some in alike for group in self._generate(list(some)) for part in group)
+
+    def _generate(self, requests: Sequence[GroupRequest]) -> Iterator[tuple[Trajectory, np.ndarray, GroupInfo]]:
+        """Groups with the same steps, in one forward per step."""
         start = time.monotonic()
-        condition = self.model.encode_prompt(request.prompt.text)
+        conditions = [self.model.encode_prompt(request.prompt.text) for request in requests]
         guided = self.config.sampling.guidance_scale != 1.0
         negative = self.model.encode_prompt(self.config.sampling.negative_prompt) if guided else None
-        generated = self._denoise(request, condition, negative)
-        denoise_s = time.monotonic() - start
+        generated = self._denoise(requests, conditions, negative)
+        finite = generated.latents.isfinite().flatten(1).all(1).tolist()
+        denoise_s = (time.monotonic() - start) / len(requests)
+        start = time.monotonic()
         frames = self.model.decode(generated.latents).numpy()
-        info = GroupInfo(
-            step=request.step,
-            group=request.group,
-            policy_version=self.version,
-            weights_digest=self.digest,
-            sigmas=tuple(request.sigmas),
-            finite=tuple(generated.latents.isfinite().flatten(1).all(1).tolist()),
-            denoise_s=denoise_s,
-            decode_s=time.monotonic() - start - denoise_s,
-        )
-        return _trajectory(request, generated, condition, negative), frames, info
+        decode_s, first = (time.monotonic() - start) / len(requests), 0
+        for request, condition in zip(requests, conditions, strict=True):
+            videos = slice(first, first + request.group_size)
+            first = videos.stop
+            info = GroupInfo(
+                step=request.step,
+                group=request.group,
+                policy_version=self.version,
+                weights_digest=self.digest,
+                sigmas=tuple(request.sigmas),
+                finite=tuple(finite[videos]),
+                denoise_s=denoise_s,
+                decode_s=decode_s,
+            )
+            yield _trajectory(request, generated.of(videos), condition, negative), frames[videos], info
 
-    def _denoise(self, request: GroupRequest, condition: Condition, negative: Condition | None) -> Generated:
-        sampling = self.config.sampling
+    def _denoise(
+        self, requests: Sequence[GroupRequest], conditions: Sequence[Condition], negative: Condition | None
+    ) -> Generated:
+        sampling, first = self.config.sampling, requests[0]
         coefs = coefficients(
-            request.sde_type,
-            np.asarray(request.sigmas, np.float64),
-            request.eta,
+            first.sde_type,
+            np.asarray(first.sigmas, np.float64),
+            first.eta,
             last_step=sampling.last_step,
-            sde_steps=request.sde_steps,
+            sde_steps=first.sde_steps,
         )
-        domain = EVALUATION if request.evaluation else TRAINING
-        key = (request.seed, request.step, request.group)
+        domain = EVALUATION if first.evaluation else TRAINING
+        keys = [(r.seed, r.step, r.group, sample) for r in requests for sample in range(r.group_size)]
 
-        def stack(samples: Sequence[np.ndarray]) -> torch.Tensor:
-            return torch.from_numpy(np.stack(samples)).to(self.device)
+        def stack(videos: Iterable[np.ndarray]) -> torch.Tensor:
+            return torch.from_numpy(np.stack(list(videos))).to(self.device)
 
         def noise(step: int) -> torch.Tensor:
-            members = range(request.group_size)
-            return stack([step_noise(*key, g, step, self.latent_shape, domain=domain) for g in members])
+            return stack(step_noise(*key, step, self.latent_shape, domain=domain) for key in keys)
 
-        latents = stack(
-            [
-                initial_noise(
-                    *key,
-                    sample,
-                    self.latent_shape,
-                    same_noise_per_group=sampling.same_noise_per_group and not request.evaluation,
-                    domain=domain,
-                )
-                for sample in range(request.group_size)
-            ]
-        )
-        conditions = condition_tensors(condition, self.device)
-        negatives = None if negative is None else condition_tensors(negative, self.device)
+        same = sampling.same_noise_per_group and not first.evaluation
+        shape = self.latent_shape
+        latents = stack(initial_noise(*key, shape, same_noise_per_group=same, domain=domain) for key in keys)
+        positive = condition_tensors(conditions, self.device)
+        negatives = None if negative is None else condition_tensors([negative], self.device)
 
-        def velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
-            return guided_velocity(self.model.velocity, x, sigma, conditions, negatives, sampling.guidance_scale)
+        def velocity(x: torch.Tensor, sigma: float | np.ndarray) -> torch.Tensor:
+            sigmas = np.atleast_1d(sigma)
+            return guided_velocity(self.forward, x, sigmas, positive, negatives, sampling.guidance_scale)
 
         published = self.config.loss.cps_log_prob == "published"
         return generate(velocity, latents, coefs, noise, published_cps=published)

@@ -263,6 +263,9 @@ class LearnerConfig:
     """FSDP2 ranks, one actor each."""
     sp_size: int = 1
     """Sequence parallel degree inside the learner."""
+    videos_per_pass: int | None = None
+    """Most videos in one forward and backward: more where a small model waits for kernel launches, fewer where memory
+    is short. A pass holds whole groups, each at one step, or an equal part of one; null is one group."""
     timeout_s: float = 3600.0
     """Bound of one update, publish, save or load."""
 
@@ -275,6 +278,10 @@ class RolloutConfig:
     """GPUs of one rollout group when devices are GPUs."""
     sp_size: int = 1
     """Sequence parallel degree of a rollout group; must divide gpus_per_group."""
+    cuda_graphs: bool = False
+    """Record a forward once for every shape and replay it: for small models on a GPU."""
+    groups_per_task: int = 1
+    """Groups that a worker makes at once, in shared forwards: more where a small model waits for kernel launches."""
     timeout_s: float = 3600.0
     """Bound of one generate call."""
 
@@ -282,7 +289,9 @@ class RolloutConfig:
 @dataclass
 class EvaluationConfig:
     num_prompts: int = 0
-    """Prompts of each set (training, held out) that are evaluated; 0 turns evaluation off."""
+    """Prompts of each set that are evaluated, all where a set has fewer; 0 turns evaluation off."""
+    sets: list[str] = field(default_factory=lambda: ["training", "held_out"])
+    """Which sets: training (data.prompts), held_out (data.held_out_prompts)."""
     videos_per_prompt: int = 1
     """Videos per evaluated prompt."""
     num_steps: int = 40

@@ -50,6 +50,9 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "cluster.device": ("auto", "cpu", "cuda"),
 }
 
+SETS = ("training", "held_out")
+"""Of evaluation.sets."""
+
 AT_LEAST: dict[str, float] = {
     "seed": 0, "num_iterations": 1, "save_interval": 1,
     "sampling.num_steps": 1, "sampling.height": 1, "sampling.width": 1, "sampling.num_frames": 1,
@@ -66,6 +69,7 @@ AT_LEAST: dict[str, float] = {
     "kl.warmup_steps": 0, "kl.anchor_interval": 1, "optimizer.weight_decay": 0,
     "learner.num_ranks": 1, "learner.sp_size": 1,
     "rollout.num_workers": 1, "rollout.gpus_per_group": 1, "rollout.sp_size": 1,
+    "rollout.groups_per_task": 1, "learner.videos_per_pass": 1,
     "evaluation.num_prompts": 0, "evaluation.videos_per_prompt": 1, "evaluation.num_steps": 1,
     "evaluation.interval": 0, "evaluation.seed": 0, "cluster.object_store_bytes": 1,
 }  # fmt: skip
@@ -90,7 +94,7 @@ def validate(config: Config) -> None:
     Raises:
         ConfigError: names key, value and rule.
     """
-    for rules in (_single_values, _sampling, _kl_and_reward, _optimizer, _parallel, _prompts):
+    for rules in (_single_values, _sampling, _kl_and_reward, _evaluation, _optimizer, _parallel, _prompts):
         for broken in rules(config):
             raise ConfigError(f"{broken.key}={value_at(config, broken.key)!r}: {broken.rule}")
 
@@ -192,8 +196,17 @@ def _kl_and_reward(config: Config) -> Iterator[Broken]:
         yield Broken("reward.gpus_per_worker", "must be at most 1, or a whole number of GPUs")
     if reward.path is not None and not reward.extra and not any(axis_weights(reward)):
         yield Broken("reward.weight_ta", "weight_vq, weight_mq and weight_ta must not all be 0")
-    if config.evaluation.num_prompts > 0 and not config.data.held_out_prompts:
-        yield Broken("data.held_out_prompts", "must not be empty while evaluation.num_prompts is greater than 0")
+
+
+def _evaluation(config: Config) -> Iterator[Broken]:
+    settings = config.evaluation
+    if not settings.sets or len(set(settings.sets)) < len(settings.sets) or set(settings.sets) - set(SETS):
+        yield Broken("evaluation.sets", f"must hold one or both of {', '.join(SETS)}; num_prompts=0 evaluates nothing")
+    if settings.num_prompts > 0 and "held_out" in settings.sets and not config.data.held_out_prompts:
+        yield Broken(
+            "data.held_out_prompts",
+            "must not be empty while evaluation.num_prompts is greater than 0 and evaluation.sets holds held_out",
+        )
 
 
 def _optimizer(config: Config) -> Iterator[Broken]:
@@ -238,5 +251,8 @@ def _prompts(config: Config) -> Iterator[Broken]:
         yield Broken(
             "data.gradient_accumulation_steps", "needs data.batch_size; data.num_prompts counts the whole iteration"
         )
+    size, group = config.learner.videos_per_pass, data.group_size
+    if size is not None and size < group and group % size:
+        yield Broken("learner.videos_per_pass", f"must divide data.group_size={group} or be at least as large")
     if num_prompts(config) % config.loss.num_updates:
         yield Broken("loss.num_updates", f"must divide the {num_prompts(config)} prompts of an iteration")

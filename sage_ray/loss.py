@@ -24,13 +24,13 @@ def policy_loss(
     weights: torch.Tensor,
     *,
     clip_range: float,
-    scale: float,
+    scale: torch.Tensor | float,
 ) -> PolicyLoss:
     """L = S_t max(-A ratio, -A clip(ratio, 1 - c, 1 + c)), ratio = exp(log_prob - old_log_prob).
 
     A row of weight 0 adds exactly 0 to value and gradient, whatever its log-probs are; its ratio is reported as 1.
 
-    Args: log_prob, old_log_prob, advantages, weights: [B]; clip_range: c > 0; scale: S_t.
+    Args: log_prob, old_log_prob, advantages, weights: [B]; clip_range: c > 0; scale: S_t, one or [B].
     Returns: sums over rows; the caller divides by the global number of weighted (row, step) pairs.
     """
     # Masked before exp: an infinite ratio times weight 0 would be nan.

@@ -16,14 +16,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from sage_ray.config import KLConfig, LossConfig, OptimizerConfig
 from sage_ray.equalizer import equalizer_scales
-from sage_ray.group_batch import GroupBatch, ReplayRules, Row, rows_of
+from sage_ray.group_batch import GroupBatch, Pass, ReplayRules, passes_of
 from sage_ray.loss import policy_loss
-from sage_ray.models.hunyuan_video import PackedVelocity, condition_tensors, guided_velocity
+from sage_ray.models.hunyuan_video import PackedVelocity, guided_velocity
 from sage_ray.optim import build_optimizer, learning_rate_factor, set_learning_rate
 from sage_ray.parallel import local_shards, max_over_ranks, reshard, sum_over_ranks
 from sage_ray.references import ReferenceBank
 from sage_ray.sampler import replay
-from sage_ray.transition import coefficients, gaussian_kl
+from sage_ray.transition import Coefficients, coefficients, gaussian_kl
 from sage_ray.trust_region import KL_TERMS, KLController, anchor_moves_at
 
 SUMS = ("loss", "kl_anchor", "kl_previous", "kl", "clipped", "ratio", "pairs")
@@ -44,6 +44,7 @@ class PolicyUpdate:
     Args:
         model: PackedVelocity with float32 master weights, plain or sharded; what requires a gradient is trained.
         rules: how the rollout was made. total_steps: optimizer steps of the whole run, for the learning rate.
+        videos_per_pass: of one forward and backward (`passes_of`).
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class PolicyUpdate:
         optimizer: OptimizerConfig,
         rules: ReplayRules,
         total_steps: int,
+        videos_per_pass: int | None = None,
     ):
         self.model, self.loss, self.kl, self.settings, self.rules = model, loss, kl, optimizer, rules
-        self.total_steps = total_steps
+        self.total_steps, self.videos_per_pass = total_steps, videos_per_pass
         self.device = next(model.parameters()).device
         self.trainable = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(model.named_parameters(), optimizer)
@@ -112,20 +114,23 @@ class PolicyUpdate:
     ) -> dict[str, float]:
         if num_pairs == 0:
             return {"kl/lambda": self.controller.value, "learner/stepped": 0.0}
-        rows = [row for group in batch for row in rows_of(group, self.rules.last_step, self.device)]
-        self._reference_passes(rows, first)
+        passes = self._passes(batch)
+        self._reference_passes(passes, first)
         self.optimizer.zero_grad(set_to_none=True)
         norms = {}
         if self._measures_share():
-            self._accumulate(rows, num_pairs, world_size, policy=False)
+            self._accumulate(passes, num_pairs, world_size, policy=False)
             norms["kl"] = _norm(self.trainable)
-            sums, disagreement = self._accumulate(rows, num_pairs, world_size, kl=False)
+            sums, disagreement = self._accumulate(passes, num_pairs, world_size, kl=False)
         else:
-            sums, disagreement = self._accumulate(rows, num_pairs, world_size)
+            sums, disagreement = self._accumulate(passes, num_pairs, world_size)
         self._check_agreement(float(disagreement))
         norms["total"] = self._step(float(sums[SUMS.index("loss")]))
         self.controller.tick(float(sums[SUMS.index("kl")]))
         return self._report(sums, disagreement, norms)
+
+    def _passes(self, batch: Sequence[GroupBatch]) -> list[Pass]:
+        return passes_of(batch, self.rules, self._scale, self.device, self.videos_per_pass)
 
     def _measures_share(self) -> bool:
         """Whether the KL's own gradient is measured at this step: its backward runs first, the policy's adds to it.
@@ -136,67 +141,59 @@ class PolicyUpdate:
         return bool(has_terms and interval and self.version % interval == interval - 1)
 
     def _accumulate(
-        self, rows: list[Row], num_pairs: float, world_size: int, policy: bool = True, kl: bool = True
+        self, passes: list[Pass], num_pairs: float, world_size: int, policy: bool = True, kl: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the gradient of the chosen parts to .grad; (sums [len(SUMS)], largest disagreement [1]) of all ranks.
 
         The sums are those of the whole loss, whatever is chosen.
         """
         sums, disagreement = torch.zeros(len(SUMS), device=self.device), torch.zeros(1, device=self.device)
-        for index, row in enumerate(rows):
+        for index, one in enumerate(passes):
             if isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(index == len(rows) - 1)
-            policy_part, kl_part, row_sums, delta = self._row_loss(row, num_pairs)
+                self.model.set_requires_gradient_sync(index == len(passes) - 1)
+            policy_part, kl_part, pass_sums, delta = self._pass_loss(one, num_pairs)
             parts = [part for part, chosen in ((policy_part, policy), (kl_part, kl)) if chosen]
             (sum(parts[1:], parts[0]) * world_size).backward()
-            sums += row_sums
+            sums += pass_sums
             disagreement = torch.maximum(disagreement, delta)
         return sum_over_ranks(sums), max_over_ranks(disagreement)
 
-    def _replay(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-prob [G], velocity) of a row under the live weights, guided as in the rollout."""
-        t, scale = row.group.trajectory, self.rules.guidance_scale
-        condition = condition_tensors(t.condition, self.device)
-        negative = None if t.negative is None else condition_tensors(t.negative, self.device)
-        return replay(
-            lambda latents, sigma: guided_velocity(self.model, latents, sigma, condition, negative, scale),
-            row.coefs,
-            row.step,
-            row.latents,
-            row.latents_next,
-            published_cps=self._published,
-        )
+    def _replay(self, one: Pass) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-prob [B], velocity) of a pass under the live weights, guided as in the rollout."""
+
+        def velocity(latents: torch.Tensor, sigma: float | np.ndarray) -> torch.Tensor:
+            scale = self.rules.guidance_scale
+            return guided_velocity(self.model, latents, one.sigmas(sigma), one.conditions, one.negatives, scale)
+
+        return replay(velocity, one.coefs, one.step, one.latents, one.latents_next, published_cps=self._published)
 
     @property
     def _published(self) -> bool:
         return self.loss.cps_log_prob == "published"
 
     @torch.no_grad()
-    def _reference_passes(self, rows: list[Row], first: bool) -> None:
+    def _reference_passes(self, passes: list[Pass], first: bool) -> None:
         """Velocities under anchor and previous step, and old log-probs once the policy has moved since sampling."""
         for name in self.held:
             with self.bank.use(name):
-                for row in rows:
-                    row.references[name] = self._replay(row)[1]
+                for one in passes:
+                    one.references[name] = self._replay(one)[1]
         if not first:
             with self.bank.use("sampling"):
-                for row in rows:
-                    row.old_log_prob = self._replay(row)[0]
+                for one in passes:
+                    one.old_log_prob = self._replay(one)[0]
         reshard(self.model)
 
-    def _row_loss(self, row: Row, num_pairs: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(policy part, KL part, SUMS shares, |rollout - learner| log-prob of a row sampled by these weights)."""
-        log_prob, velocity = self._replay(row)
-        weights = torch.from_numpy(np.array(row.group.weights)).to(self.device)
-        advantages = torch.from_numpy(np.array(row.group.advantages)).to(self.device)
-        old = log_prob.detach() if row.old_log_prob is None else row.old_log_prob
-        policy = policy_loss(
-            log_prob, old, advantages, weights, clip_range=self.loss.clip_range, scale=self._scale(row)
-        )
+    def _pass_loss(self, one: Pass, num_pairs: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(policy part, KL part, SUMS shares, |rollout - learner| log-prob of a pass sampled by these weights)."""
+        log_prob, velocity = self._replay(one)
+        weights = one.weights
+        old = log_prob.detach() if one.old_log_prob is None else one.old_log_prob
+        policy = policy_loss(log_prob, old, one.advantages, weights, clip_range=self.loss.clip_range, scale=one.scale)
         zero = torch.zeros((), device=self.device)
         terms = {
-            name: (gaussian_kl(row.coefs, row.step, velocity, row.references[name]) * weights).sum() / num_pairs
-            for name in row.references
+            name: (gaussian_kl(one.coefs, one.step, velocity, one.references[name]) * weights).sum() / num_pairs
+            for name in one.references
         }
         if self.terms.previous and self.kl.previous == "rollout":
             terms["previous"] = ((old - log_prob) * weights).sum() / num_pairs
@@ -205,23 +202,24 @@ class PolicyUpdate:
         policy_part, kl_part = policy.sum / num_pairs, self.controller.value * kl
         shares = (policy_part + kl_part, anchor, previous, kl, policy.num_clipped.float())
         sums = torch.stack([*(s.detach() for s in shares), (policy.ratio * weights).sum(), weights.sum()])
-        delta = torch.where(weights > 0, (old - row.rollout_log_prob).abs(), zero).max().reshape(1)
+        delta = torch.where(weights > 0, (old - one.rollout_log_prob).abs(), zero).max().reshape(1)
         return policy_part, kl_part, sums, delta
 
-    def _scale(self, row: Row) -> float:
-        """S_t of the row's step, from all steps that may be stochastic in the run; 1 without equalizer."""
+    def _scale(self, coefs: Coefficients, step: int) -> float:
+        """S_t of a step, from all steps that may be stochastic in the run; 1 without equalizer."""
         if not self.loss.equalizer:
             return 1.0
-        coefs, t = row.coefs, row.group.trajectory
         if self.rules.schedule_steps is not None:
             steps = self.rules.schedule_steps
-            coefs = coefficients(t.sde_type, t.sigmas, t.eta, last_step=self.rules.last_step, sde_steps=steps)
+            coefs = coefficients(
+                coefs.sde_type, coefs.sigmas, coefs.eta, last_step=self.rules.last_step, sde_steps=steps
+            )
         scales = equalizer_scales(
             coefs.gradient_scale(published_cps=self._published),
             median=self.loss.equalizer_median,
             eps=self.loss.equalizer_eps,
         )
-        return float(scales[row.step])
+        return float(scales[step])
 
     def _check_agreement(self, disagreement: float) -> None:
         allowed = self.loss.max_disagreement

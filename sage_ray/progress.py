@@ -45,7 +45,8 @@ class Progress:
     def iteration(self, i: int, metrics: Mapping[str, float | None]) -> None:
         """Reports that iteration i (counted from 1) is finished, and forgets the phases' seconds.
 
-        The ETA leaves the first iteration out as soon as there is a second: it pays for start-up and evaluation.
+        Rate and ETA count evaluations in. They leave the first iteration out as soon as there is a second: it pays for
+        start-up.
         """
         self.finished = i
         self._marks_s.append(time.monotonic())
@@ -54,7 +55,8 @@ class Progress:
         left_s = per_iteration_s * (self.num_iterations - i)
         parts = [f"iteration {i}/{self.num_iterations}", *self._values(metrics)]
         parts += [f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items()]
-        self.message("  ".join([*parts, f"ETA {duration(left_s)}"]))
+        rate = f"{60 / per_iteration_s:.1f} iterations/min" if per_iteration_s > 0 else ""
+        self.message("  ".join([*parts, rate, f"ETA {duration(left_s)}"]))
         self._seconds.clear()
 
     def message(self, text: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from sage_ray.transition import Coefficients, log_prob, step_latents
+from sage_ray.transition import Coefficients, Step, log_prob, step_latents
 
-Velocity = Callable[[torch.Tensor, float], torch.Tensor]
-"""velocity(latents float32 [B, C, F, H, W], sigma) -> float32, same shape."""
+Velocity = Callable[[torch.Tensor, float | np.ndarray], torch.Tensor]
+"""velocity(latents float32 [B, C, F, H, W], sigma or float64 [B] of them) -> float32, same shape."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,11 @@ class Generated:
     states: dict[int, torch.Tensor]
     log_probs: torch.Tensor
     sde_steps: tuple[int, ...]
+
+    def of(self, videos: slice) -> Generated:
+        """Some of the videos."""
+        states = {state: latents[videos] for state, latents in self.states.items()}
+        return Generated(self.latents[videos], states, self.log_probs[videos], self.sde_steps)
 
 
 @torch.no_grad()
@@ -57,12 +63,12 @@ def generate(
 def replay(
     velocity: Velocity,
     coefs: Coefficients,
-    step: int,
+    step: Step,
     latents: torch.Tensor,
     latents_next: torch.Tensor,
     *,
     published_cps: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log_prob [B], velocity) of a stored step under the present weights, with gradient."""
-    v = velocity(latents, float(coefs.sigmas[step]))
+    v = velocity(latents, coefs.sigmas[step])
     return log_prob(coefs, step, latents, v, latents_next, published_cps=published_cps), v

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ class Coefficients:
     """
 
     sde_type: str
+    eta: float
     sigmas: np.ndarray
     x_coef: np.ndarray
     v_coef: np.ndarray
@@ -92,6 +94,7 @@ def coefficients(
     on = allowed & (variance > 0)
     return Coefficients(
         sde_type=sde_type,
+        eta=eta,
         sigmas=sigmas,
         x_coef=np.where(on, x_coef, 1.0),
         v_coef=np.where(on, v_coef, sigma_next - sigma),
@@ -157,9 +160,22 @@ RULES: dict[str, Rule] = {
 }
 
 
-def mean(coefs: Coefficients, step: int, latents: torch.Tensor, velocity: torch.Tensor) -> torch.Tensor:
-    """x_coef x + v_coef v of one step, float32, same shape as `latents`."""
-    return float(coefs.x_coef[step]) * latents.float() + float(coefs.v_coef[step]) * velocity.float()
+Step = int | np.ndarray
+"""A step of the grid for the whole batch, or int [B]: one for every video."""
+
+
+def _at(values: np.ndarray, step: Step, like: torch.Tensor) -> Any:
+    """The step's number; for int [B] float32 [B, 1, ...] against `like` [B, ...]."""
+    picked = values[step]
+    if np.ndim(picked) == 0:
+        return float(picked)
+    return torch.from_numpy(picked).float().to(like.device).reshape(-1, *[1] * (like.ndim - 1))
+
+
+def mean(coefs: Coefficients, step: Step, latents: torch.Tensor, velocity: torch.Tensor) -> torch.Tensor:
+    """x_coef x + v_coef v of a step, float32, same shape as `latents`."""
+    latents, velocity = latents.float(), velocity.float()
+    return _at(coefs.x_coef, step, latents) * latents + _at(coefs.v_coef, step, latents) * velocity
 
 
 def step_latents(
@@ -174,7 +190,7 @@ def step_latents(
 
 def log_prob(
     coefs: Coefficients,
-    step: int,
+    step: Step,
     latents: torch.Tensor,
     velocity: torch.Tensor,
     latents_next: torch.Tensor,
@@ -189,18 +205,19 @@ def log_prob(
     Args: latents, velocity, latents_next: [B, ...]; latents_next carries no gradient.
     Returns: float32 [B]. Raises: ValueError at a deterministic step.
     """
-    std = float(coefs.std[step])
-    if not std > 0:
+    if not np.all(coefs.std[step] > 0):
         raise ValueError(f"step {step}: a deterministic step has no log-prob")
     squared = (latents_next.detach().float() - mean(coefs, step, latents, velocity)).square()
     per_row = squared.mean(dim=tuple(range(1, squared.ndim)))
     if published_cps and coefs.sde_type == "cps":
         return -per_row
-    return -per_row / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
+    with np.errstate(divide="ignore"):
+        twice_variance, log_std = 2 * coefs.std**2, np.log(coefs.std)
+    return -per_row / _at(twice_variance, step, per_row) - _at(log_std, step, per_row) - 0.5 * math.log(2 * math.pi)
 
 
 def gaussian_kl(
-    coefs: Coefficients, step: int, velocity: torch.Tensor, reference_velocity: torch.Tensor
+    coefs: Coefficients, step: Step, velocity: torch.Tensor, reference_velocity: torch.Tensor
 ) -> torch.Tensor:
     """KL between the step's Gaussians under two velocities: mean (v - v_ref)^2 n_t^2 / 2, nats per dimension.
 
@@ -210,8 +227,8 @@ def gaussian_kl(
     Args: velocity, reference_velocity: [B, ...]. Returns: float32 [B], >= 0.
     Raises: ValueError at a deterministic step.
     """
-    if not coefs.std[step] > 0:
+    if not np.all(coefs.std[step] > 0):
         raise ValueError(f"step {step}: a deterministic step has no KL")
     squared = (velocity.float() - reference_velocity.float()).square()
-    scale = float(coefs.v_coef[step] / coefs.std[step]) ** 2 / 2
-    return squared.mean(dim=tuple(range(1, squared.ndim))) * scale
+    per_row = squared.mean(dim=tuple(range(1, squared.ndim)))
+    return per_row * _at(coefs.gradient_scale() ** 2 / 2, step, per_row)

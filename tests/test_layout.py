@@ -34,6 +34,12 @@ def test_layout(pools: tuple[int, int, int], num_gpus: int, layout: Layout) -> N
     assert plan_layout(config(*pools), num_gpus) == layout
 
 
+def test_an_evaluation_has_no_learner() -> None:
+    """Two rollout workers and a reward worker, whatever learner.num_ranks says."""
+    assert plan_layout(config(2, 1, 8), 3, num_ranks=0) == Layout("cuda", 1, 1, 1)
+    assert plan_layout(config(2, 1, 8), 1, num_ranks=0) == Layout("cuda", 1 / 3, 1 / 3, 1 / 3)
+
+
 def test_learner_ranks_never_share_a_gpu() -> None:
     with pytest.raises(ConfigError, match="2 learner ranks need 4 GPUs, the cluster has 3"):
         plan_layout(config(1, 1, 2), 3)
@@ -50,3 +56,10 @@ def test_a_reward_worker_with_a_share_of_its_own() -> None:
     assert plan_layout(mine, 3) == Layout("cuda", 1, 0.1, 1)
     mine.reward.gpus_per_worker = 0
     assert plan_layout(mine, 2) == Layout("cuda", 1, 0, 1)
+
+
+def test_cuda_graphs_need_a_gpu() -> None:
+    mine = config(1, 1, 1, "cpu")
+    mine.rollout.cuda_graphs = True
+    with pytest.raises(ConfigError, match="rollout.cuda_graphs=True: needs GPUs"):
+        plan_layout(mine, 8)

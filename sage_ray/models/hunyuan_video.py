@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
@@ -20,6 +20,7 @@ from diffusers.models.embeddings import apply_rotary_emb
 from torch import nn
 from torch.nn import functional
 
+from sage_ray.models.condition import ConditionTensors
 from sage_ray.schedule import timestep
 from sage_ray.types import Condition
 
@@ -78,23 +79,24 @@ class PackedVelocity(nn.Module):
         text: torch.Tensor,
         byt5: torch.Tensor,
         text_mask: torch.Tensor | None = None,
+        byt5_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One unguided velocity.
+        """One unguided velocity of R rows of videos, B = R * n: n videos in turn share a row's time and text.
 
         Args:
-            latents: [B, C, F, H, W]. timesteps: float32 [1] or [B], sigma * 1000, never rounded to bf16.
-            text: [1 or B, L, text_dim], valid tokens only unless `text_mask` bool [B, L] marks them.
-            byt5: [1 or B, L2, byt5_dim], L2 may be 0. A leading 1 means: the same for the whole batch.
+            latents: [B, C, F, H, W]. timesteps: float32 [1 or R], sigma * 1000, never rounded to bf16.
+            text: [R, L, text_dim], valid tokens only unless `text_mask` bool [R, L] marks them.
+            byt5: [R, L2, byt5_dim] with `byt5_mask`, L2 may be 0.
         Returns: float32 [B, C, F, H, W].
         """
         model, batch = self.transformer, latents.shape[0]
         hidden, shape = self._embed_video(latents)
         rotary = model.rope(latents)
         embedded_time = model.time_embed.time_proj(timesteps)
-        time = model.time_embed.timestep_embedder(embedded_time.to(self.dtype))
-        context = self._embed_text(timesteps, text, byt5, text_mask).expand(batch, -1, -1)
-        if text_mask is not None:
-            text_mask = functional.pad(text_mask, (byt5.shape[1], 0), value=True)
+        time = _spread(model.time_embed.timestep_embedder(embedded_time.to(self.dtype)), batch)
+        context = _spread(self._embed_text(timesteps, text, byt5, text_mask), batch).expand(batch, -1, -1)
+        text_mask = _joint_mask(text, byt5, text_mask, byt5_mask)
+        text_mask = None if text_mask is None else _spread(text_mask, batch)
         for block in model.transformer_blocks:
             if model.gradient_checkpointing and torch.is_grad_enabled():
                 hidden, context = torch.utils.checkpoint.checkpoint(
@@ -133,6 +135,19 @@ class PackedVelocity(nn.Module):
         return x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
+def _spread(rows: torch.Tensor, batch: int) -> torch.Tensor:
+    """[R, ...] to [batch, ...], every row for its batch / R videos; a single row stays one and broadcasts."""
+    return rows if len(rows) == 1 else rows.repeat_interleave(batch // len(rows), 0)
+
+
+def _joint_mask(text, byt5, text_mask, byt5_mask) -> torch.Tensor | None:
+    """bool [R, L2 + L] over byT5 and text tokens; None where all are valid."""
+    if text_mask is None and byt5_mask is None:
+        return None
+    parts = ((byt5, byt5_mask), (text, text_mask))
+    return torch.cat([x.new_ones(x.shape[:2], dtype=torch.bool) if m is None else m for x, m in parts], 1)
+
+
 def freeze_unused(transformer: HunyuanVideo15Transformer3DModel) -> None:
     """Take parameters that text-to-video never reads (or whose output is dropped) out of training.
 
@@ -148,27 +163,27 @@ def freeze_unused(transformer: HunyuanVideo15Transformer3DModel) -> None:
 
 
 def guided_velocity(
-    model: nn.Module, latents: torch.Tensor, sigma: float, condition, negative, guidance_scale: float
+    model: Callable[..., torch.Tensor],
+    latents: torch.Tensor,
+    sigmas: Sequence[float],
+    condition: ConditionTensors,
+    negative: ConditionTensors | None,
+    guidance_scale: float,
 ) -> torch.Tensor:
     """Classifier-free guidance v = u + scale (c - u), conditional pass first; gradient flows through both.
 
     Args:
-        model: a PackedVelocity (possibly sharded). latents: float32 [B, C, F, H, W]. sigma in [0, 1].
-        condition, negative: (text [1, L, D], byt5 [1, L2, D2]) tensors; negative may be None when scale is 1.
+        model: a PackedVelocity (possibly sharded), or what calls one. latents: float32 [B, C, F, H, W].
+        sigmas: [1 or R] in [0, 1]. condition, negative: R rows; negative may be None when scale is 1.
     Returns: float32 [B, C, F, H, W].
     """
-    timesteps = torch.tensor([timestep(sigma)], dtype=torch.float32, device=latents.device)
+    timesteps = torch.tensor([timestep(sigma) for sigma in sigmas], dtype=torch.float32, device=latents.device)
     conditional = model(latents, timesteps, *condition)
     if guidance_scale == 1.0:
         return conditional
+    assert negative is not None
     unconditional = model(latents, timesteps, *negative)
     return unconditional + guidance_scale * (conditional - unconditional)
-
-
-def condition_tensors(condition: Condition, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A Condition as the pair of batch-1 tensors that `PackedVelocity` takes."""
-    text, byt5 = (torch.from_numpy(np.array(part))[None].to(device) for part in (condition.text, condition.byt5))
-    return text, byt5
 
 
 def load_velocity(folder: Path, dtype: torch.dtype, device: torch.device | str) -> PackedVelocity:

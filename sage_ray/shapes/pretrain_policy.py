@@ -17,7 +17,8 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15
 from torch import nn
 
-from sage_ray.models.hunyuan_video import HunyuanVideo, PackedVelocity, batched_vae, condition_tensors, guided_velocity
+from sage_ray.models.condition import condition_tensors
+from sage_ray.models.hunyuan_video import HunyuanVideo, PackedVelocity, batched_vae, guided_velocity
 from sage_ray.schedule import sigma_grid
 from sage_ray.shapes.pipeline import Sizes, build_pipeline
 from sage_ray.shapes.truth import judge
@@ -153,10 +154,10 @@ def train_policy(model: HunyuanVideo, minutes: float, batch: int, num_clips: int
     """Flow matching v = z - x0 with logit-normal sigma, captions as noisy as the data; leaves EMA weights."""
     velocity, device = model.velocity, generator.device
     specs, latents = encode_data(model.vae, num_clips, batch, generator)
-    text = torch.stack([condition_tensors(model.encode_prompt(caption(s)), device)[0][0] for s in SPECS])
+    text = condition_tensors([model.encode_prompt(caption(s)) for s in SPECS], device).text
     index_of = {spec: i for i, spec in enumerate(SPECS)}
     strides = torch.tensor([index_of[tuple(int(k == c) for k in range(6))] for c in range(6)], device=device)
-    empty, byt5 = condition_tensors(model.encode_prompt(""), device)
+    empty, byt5, _, _ = condition_tensors([model.encode_prompt("")], device)
     velocity.train().requires_grad_(True)
     PackedVelocity(velocity.transformer)
     zero_initialise(velocity)
@@ -193,10 +194,10 @@ def train_policy(model: HunyuanVideo, minutes: float, batch: int, num_clips: int
 def sample_ode(model: HunyuanVideo, prompt: str, noise: torch.Tensor, num_steps: int, shift: float) -> torch.Tensor:
     """Frames uint8 [B, T, H, W, 3] by the Euler method, without guidance."""
     latents, sigmas = noise, sigma_grid(num_steps, shift)
-    condition = condition_tensors(model.encode_prompt(prompt), noise.device)
+    condition = condition_tensors([model.encode_prompt(prompt)], noise.device)
     for sigma, sigma_next in zip(sigmas[:-1], sigmas[1:], strict=True):
         latents = latents + float(sigma_next - sigma) * guided_velocity(
-            model.velocity, latents, float(sigma), condition, None, 1.0
+            model.velocity, latents, [float(sigma)], condition, None, 1.0
         )
     return model.decode(latents)
 

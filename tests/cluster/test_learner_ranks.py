@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
 import torch
+from safetensors.numpy import load_file
 
 from actors.cluster import Layout, start_actor
 from actors.pools import LearnerGroup, RolloutPool
@@ -163,6 +165,7 @@ def test_the_same_group_is_the_same_on_any_worker(config, pool) -> None:
 KINDS = {
     "muon": ["optimizer.name=muon", "optimizer.muon_dtype=float32"],
     "lora": ["lora.rank=3", "lora.alpha=6"],
+    "large_passes": ["learner.videos_per_pass=12"],
     "two_epochs": ["loss.num_epochs=2", "kl.share_interval=1", "optimizer.ema_decay=0.5"],
 }
 
@@ -186,7 +189,8 @@ def test_two_ranks_equal_one_with_every_optimizer_and_adapters(tmp_path, kind: s
         pool.load_weights(second_pool)
         groups = sorted(pool.generate(requests(version=version)[:2]), key=lambda g: g.request.group)
         second = learner.update([g.trajectory for g in groups], values[:2], weights[:2], len(STEPS))
-        assert first["agreement/max_abs"] == second["agreement/max_abs"] == 0.0
+        allowed = 1e-6 if kind == "large_passes" else 0.0
+        assert max(first["agreement/max_abs"], second["agreement/max_abs"]) <= allowed
         if kind != "two_epochs":
             assert first["kl/anchor"] == second["kl/anchor"] == 0.0
         average = kind == "two_epochs"
@@ -201,13 +205,25 @@ def test_two_ranks_equal_one_with_every_optimizer_and_adapters(tmp_path, kind: s
     assert one.keys() == two.keys()
     assert all(".lora_" in name for name in one) == (kind == "lora")
     for name, tensor in one.items():
-        np.testing.assert_allclose(two[name], tensor, rtol=0, atol=1e-6, err_msg=name)
+        # Ranks cut large passes differently, and a rounded gradient near zero is a whole step of its sign.
+        atol = 5e-6 if kind == "large_passes" else 1e-6
+        np.testing.assert_allclose(two[name], tensor, rtol=0, atol=atol, err_msg=name)
     for a, b in zip(metrics_one, metrics_two, strict=True):
         assert a.keys() == b.keys()
         assert a["learner/grad_norm"] == pytest.approx(b["learner/grad_norm"], rel=1e-4)
-    folder = tmp_path / "checkpoint_2"
-    assert (folder / "trainer.json").exists()
-    assert (folder / ("adapter" if kind == "lora" else "transformer")).is_dir()
+    for folder, tensors in ((tmp_path / "checkpoint_1", one), (tmp_path / "checkpoint_2", two)):
+        assert (folder / "trainer.json").exists()
+        saved = saved_tensors(folder / "adapter" if kind == "lora" else folder / "transformer")
+        if kind == "two_epochs":  # what was published is the average; the live weights are others
+            average = saved_tensors(folder / "transformer_average")
+            assert not all(np.array_equal(average[name], saved[name]) for name in saved)
+            saved = average
+        if kind != "lora":
+            assert all(np.array_equal(saved[name.removeprefix("transformer.")], tensors[name]) for name in tensors)
+
+
+def saved_tensors(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(next(folder.glob("*.safetensors")))
 
 
 def whole_tensors(parts) -> dict[str, np.ndarray]:

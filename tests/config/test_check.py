@@ -116,7 +116,21 @@ def test_every_number_must_be_finite(value):
         ),
         (
             ["evaluation.num_prompts=2", "data.held_out_prompts=[]"],
-            "data.held_out_prompts=[]: must not be empty while evaluation.num_prompts is greater than 0",
+            (
+                "data.held_out_prompts=[]: must not be empty while evaluation.num_prompts is greater than 0 and "
+                "evaluation.sets holds held_out"
+            ),
+        ),
+        (
+            ["evaluation.sets=[held_out,test]"],
+            (
+                "evaluation.sets=['held_out', 'test']: must hold one or both of training, held_out; num_prompts=0 "
+                "evaluates nothing"
+            ),
+        ),
+        (
+            ["learner.videos_per_pass=3", "data.group_size=4"],
+            "learner.videos_per_pass=3: must divide data.group_size=4 or be at least as large",
         ),
         (["rollout.sp_size=2"], "rollout.sp_size=2: must divide rollout.gpus_per_group=1"),
         (["learner.sp_size=3", "learner.num_ranks=8"], "learner.sp_size=3: must divide learner.num_ranks=8"),

@@ -8,7 +8,7 @@ import torch
 
 from sage_ray.config import KLConfig, LossConfig, OptimizerConfig
 from sage_ray.equalizer import equalizer_scales
-from sage_ray.group_batch import ReplayRules, rows_of
+from sage_ray.group_batch import ReplayRules
 from sage_ray.models.hunyuan_video import load_velocity
 from sage_ray.models.lora import add_lora
 from sage_ray.policy_update import PolicyUpdate
@@ -57,7 +57,7 @@ def test_a_step_down_the_exact_previous_kl_undoes_part_of_the_last_step(trajecto
     """The damping test: after one update, a small step along -grad of KL(policy || previous) shrinks |v - v_prev|."""
     update = learner(kl={"mode": "stepwise"})
     update.update([[batch(trajectory)]], [12.0])
-    row = rows_of(batch(trajectory), "ode", "cpu")[1]
+    row = update._passes([batch(trajectory)])[1]
     with torch.no_grad(), update.bank.use("previous"):
         held = update._replay(row)[1]
 
@@ -78,8 +78,8 @@ def test_the_rollout_estimate_is_zero_on_policy_and_still_has_a_gradient(traject
     """Eq. 15: mean(old - new) has value 0 at the sampling policy, and the gradient of a score: no brake."""
     update = learner(kl={"mode": "stepwise", "previous": "rollout"})
     assert update.held == []
-    row = rows_of(batch(trajectory), "ode", "cpu")[0]
-    _, kl_part, sums, _ = update._row_loss(row, 12.0)
+    row = update._passes([batch(trajectory)])[0]
+    _, kl_part, sums, _ = update._pass_loss(row, 12.0)
     assert kl_part.item() == 0.0 and sums[2] == 0.0
     kl_part.backward()
     log_prob, _ = update._replay(row)
@@ -98,9 +98,9 @@ def test_the_kl_share_is_the_norm_of_its_own_gradient(trajectory) -> None:
     for one in (plain, update):
         one.update([[batch(trajectory)]], [12.0])
     item = batch(trajectory, 1)
-    rows = rows_of(item, "ode", "cpu")
+    rows = update._passes([item])
     update._reference_passes(rows, first=True)
-    kl_loss = sum(update._row_loss(row, 12.0)[1] for row in rows)
+    kl_loss = sum(update._pass_loss(row, 12.0)[1] for row in rows)
     wanted = torch.sqrt(sum((g**2).sum() for g in torch.autograd.grad(kl_loss, update.trainable)))
     without, measured = plain.update([[item]], [12.0]), update.update([[item]], [12.0])
     assert "kl/gradient_share" not in without
@@ -144,21 +144,21 @@ def test_the_equalizer_takes_its_median_over_the_whole_schedule(trajectory) -> N
     whole = coefficients("sage_grpo", np.array(SIGMAS), 0.5, sde_steps=(0, 1, 2, 3, 4))
     wanted = equalizer_scales(whole.gradient_scale())
     moving, alone = learner(rules=ReplayRules(schedule_steps=(0, 1, 2, 3, 4))), learner()
-    for row in rows_of(item, "ode", "cpu"):
-        assert moving._scale(row) == wanted[row.step]
-    assert alone._scale(rows_of(item, "ode", "cpu")[1]) == 1.0 != moving._scale(rows_of(item, "ode", "cpu")[1])
+    for one in moving._passes([item]):
+        assert one.scale.tolist() == [np.float32(wanted[one.step])] * 4
+    assert alone._passes([item])[1].scale[0] == 1.0 != moving._passes([item])[1].scale[0]
     true = learner(loss={"equalizer_median": "true", "equalizer_eps": 0.5})
-    scale = rows_of(item, "ode", "cpu")[0].coefs.gradient_scale()
-    expected = equalizer_scales(scale, median="true", eps=0.5)
-    assert true._scale(rows_of(item, "ode", "cpu")[0]) == expected[0]
-    assert learner(loss={"equalizer": False})._scale(rows_of(item, "ode", "cpu")[0]) == 1.0
+    own = coefficients("sage_grpo", np.array(SIGMAS), 0.5, sde_steps=(0, 1, 2))
+    expected = equalizer_scales(own.gradient_scale(), median="true", eps=0.5)
+    assert true._passes([item])[0].scale[0] == np.float32(expected[0])
+    assert learner(loss={"equalizer": False})._passes([item])[0].scale[0] == 1.0
 
 
 def test_epochs_stay_relative_to_the_sampling_policy(trajectory) -> None:
     """Two epochs over one group: the second starts with the ratio that the first step made."""
     update = learner(kl={"mode": "none"}, loss={"clip_range": 0.5})
     item = batch(trajectory)
-    rows = rows_of(item, "ode", "cpu")
+    rows = update._passes([item])
     with torch.no_grad():
         old = [update._replay(row)[0] for row in rows]
     once = learner(kl={"mode": "none"}, loss={"clip_range": 0.5})

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sage_ray.config import KLConfig, LossConfig, OptimizerConfig
-from sage_ray.group_batch import GroupBatch, ReplayRules, count_pairs, rows_of, split_groups
+from sage_ray.group_batch import GroupBatch, ReplayRules, count_pairs, split_groups
 from sage_ray.models.hunyuan_video import load_velocity
 from sage_ray.policy_update import DisagreementError, NonFiniteError, PolicyUpdate
 from sage_ray.references import ReferenceBank
@@ -60,10 +60,6 @@ def rule(loss: dict | None = None, kl: dict | None = None, lr: float = 1e-4, las
     )
 
 
-def rows_of_update(update: PolicyUpdate, item: GroupBatch):
-    return rows_of(item, update.rules.last_step, "cpu")
-
-
 @pytest.mark.parametrize("sde_type", ["sage_grpo", "dance_grpo", "flow_grpo", "cps"])
 def test_first_step_is_on_policy_and_agrees_with_the_rollout_bitwise(worker, sde_type: str) -> None:
     trajectory, _, _ = worker.generate(request(sde_type))
@@ -93,7 +89,7 @@ def test_the_update_makes_good_samples_more_likely(worker) -> None:
     """After one small step the log-prob of rows with positive advantage has risen relative to the others."""
     trajectory, _, _ = worker.generate(request(group_size=8))
     item, update = batch(trajectory), rule(kl={"mode": "none"}, lr=3e-5)
-    rows = rows_of_update(update, item)
+    rows = update._passes([item])
     before = [update._replay(row)[0].detach() for row in rows]
     update.update([[item]], [24.0])
     after = [update._replay(row)[0].detach() for row in rows]
@@ -198,7 +194,7 @@ def test_swapped_reference_equals_a_separate_module_and_comes_back(worker) -> No
     bank.snapshot("anchor")
     update.update([[batch(trajectory)]], [12.0])
     live = [p.detach().clone() for p in update.trainable]
-    row = rows_of_update(update, batch(trajectory))[1]
+    row = update._passes([batch(trajectory)])[1]
     with torch.no_grad(), bank.use("anchor"):
         swapped = update._replay(row)[1]
     update_live = update.model
@@ -221,7 +217,7 @@ def test_replay_across_batch_shapes(worker, batch_size: int, exact: bool) -> Non
             latents=trajectory.latents[start : start + batch_size],
             log_probs=trajectory.log_probs[start : start + batch_size],
         )
-        for row in rows_of_update(update, batch(part)):
+        for row in update._passes([batch(part)]):
             delta = (update._replay(row)[0] - row.rollout_log_prob).abs().max().item()
             assert delta == 0.0 if exact else delta <= 1e-6
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 
-from sage_ray.models.hunyuan_video import condition_tensors, guided_velocity, load_velocity
+from sage_ray.models.condition import condition_tensors
+from sage_ray.models.hunyuan_video import guided_velocity, load_velocity
 from sage_ray.schedule import timestep
 from tests.conftest import POLICY
 
@@ -41,19 +42,19 @@ def stock_velocity(stock, x: torch.Tensor, sigma: float, text: torch.Tensor, mas
 
 def test_packed_forward_equals_diffusers(policy, stock) -> None:
     x = latents(policy, 3)
-    condition = condition_tensors(policy.encode_prompt(PROMPTS[0]), "cpu")
+    condition = condition_tensors([policy.encode_prompt(PROMPTS[0])], "cpu")
     text = condition[0].expand(3, -1, -1)
     padded = torch.cat([text, torch.randn(3, 5, text.shape[2])], 1)
     mask = torch.cat([torch.ones(3, text.shape[1]), torch.zeros(3, 5)], 1)
     with torch.no_grad():
-        ours = guided_velocity(policy.velocity, x, 0.7, condition, None, 1.0)
+        ours = guided_velocity(policy.velocity, x, [0.7], condition, None, 1.0)
     theirs = stock_velocity(stock, x, 0.7, padded, mask)
     assert (ours - theirs).abs().max() < 2e-5 * theirs.abs().max()
 
 
 def test_two_prompts_of_unequal_length_equal_two_single_runs(policy) -> None:
     x = latents(policy, 2)
-    texts = [condition_tensors(policy.encode_prompt(p), "cpu")[0] for p in PROMPTS]
+    texts = [condition_tensors([policy.encode_prompt(p)], "cpu")[0] for p in PROMPTS]
     assert texts[0].shape[1] != texts[1].shape[1]
     longest = max(t.shape[1] for t in texts)
     joint = torch.cat([torch.nn.functional.pad(t, (0, 0, 0, longest - t.shape[1])) for t in texts])
@@ -67,12 +68,12 @@ def test_two_prompts_of_unequal_length_equal_two_single_runs(policy) -> None:
 
 def test_guidance_is_u_plus_scale_times_difference(policy) -> None:
     x = latents(policy, 2)
-    condition = condition_tensors(policy.encode_prompt(PROMPTS[0]), "cpu")
-    negative = condition_tensors(policy.encode_prompt(""), "cpu")
+    condition = condition_tensors([policy.encode_prompt(PROMPTS[0])], "cpu")
+    negative = condition_tensors([policy.encode_prompt("")], "cpu")
     with torch.no_grad():
-        c = guided_velocity(policy.velocity, x, 0.5, condition, None, 1.0)
-        u = guided_velocity(policy.velocity, x, 0.5, negative, None, 1.0)
-        guided = guided_velocity(policy.velocity, x, 0.5, condition, negative, 3.0)
+        c = guided_velocity(policy.velocity, x, [0.5], condition, None, 1.0)
+        u = guided_velocity(policy.velocity, x, [0.5], negative, None, 1.0)
+        guided = guided_velocity(policy.velocity, x, [0.5], condition, negative, 3.0)
     assert torch.equal(guided, u + 3.0 * (c - u))
     assert (c - u).abs().max() > 1e-3
 
@@ -82,29 +83,29 @@ def test_timesteps_are_float32_under_bfloat16(policy) -> None:
     model = copy.deepcopy(policy.velocity).to(torch.bfloat16)
     model.dtype = torch.bfloat16
     assert torch.tensor(937.5).bfloat16() == torch.tensor(936.5).bfloat16()
-    condition = condition_tensors(policy.encode_prompt(PROMPTS[0]), "cpu")
+    condition = condition_tensors([policy.encode_prompt(PROMPTS[0])], "cpu")
     x = latents(policy, 1)
     with torch.no_grad():
-        a, b = (guided_velocity(model, x, sigma, condition, None, 1.0) for sigma in (0.9375, 0.9365))
+        a, b = (guided_velocity(model, x, [sigma], condition, None, 1.0) for sigma in (0.9375, 0.9365))
     assert not torch.equal(a, b)
 
 
 def test_unused_parameters_are_frozen_and_the_rest_gets_gradient(policy) -> None:
     model = load_velocity(POLICY, torch.float32, "cpu")
-    condition = condition_tensors(policy.encode_prompt(PROMPTS[0]), "cpu")
-    guided_velocity(model, latents(policy, 2), 0.5, condition, None, 1.0).square().mean().backward()
+    condition = condition_tensors([policy.encode_prompt(PROMPTS[0])], "cpu")
+    guided_velocity(model, latents(policy, 2), [0.5], condition, None, 1.0).square().mean().backward()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None and parameter.grad.any(), name
 
 
 def test_gradient_checkpointing_changes_nothing(policy) -> None:
-    condition = condition_tensors(policy.encode_prompt(PROMPTS[0]), "cpu")
+    condition = condition_tensors([policy.encode_prompt(PROMPTS[0])], "cpu")
     gradients = []
     for checkpointing in (False, True):
         model = load_velocity(POLICY, torch.float32, "cpu")
         model.transformer.gradient_checkpointing = checkpointing
-        guided_velocity(model, latents(policy, 2), 0.5, condition, None, 1.0).square().mean().backward()
+        guided_velocity(model, latents(policy, 2), [0.5], condition, None, 1.0).square().mean().backward()
         gradients.append([p.grad for p in model.parameters() if p.requires_grad])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
@@ -137,10 +138,10 @@ def test_sizes_that_do_not_fit_the_vae_are_named(policy, size: tuple[int, int, i
 def test_text_of_every_row_goes_with_one_byt5_row(policy) -> None:
     x = latents(policy, 2)
     texts = (PROMPTS[0], PROMPTS[0].replace("red", "blue"))
-    conditions = [condition_tensors(policy.encode_prompt(text), "cpu") for text in texts]
+    conditions = [condition_tensors([policy.encode_prompt(text)], "cpu") for text in texts]
     time = torch.tensor([700.0])
     with torch.no_grad():
-        together = policy.velocity(x, time, torch.cat([text for text, _ in conditions]), conditions[0][1])
+        together = policy.velocity(x, time, torch.cat([c.text for c in conditions]), conditions[0].byt5)
         alone = torch.cat([policy.velocity(x[i : i + 1], time, *conditions[i]) for i in range(2)])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
 

@@ -40,9 +40,9 @@ def test_plain_lines():
     shown.message("saved [run]")
     assert file.getvalue().splitlines() == [
         "iteration 1/2: rollout ...",
-        "iteration 1/2  reward +0.5000 (start +0.5000)  rollout 1.0 s  ETA 2 s",
+        "iteration 1/2  reward +0.5000 (start +0.5000)  rollout 1.0 s  30.0 iterations/min  ETA 2 s",
         "iteration 2/2: rollout ...",
-        "iteration 2/2  reward +1.0000 (start +0.5000)  rollout 1.0 s  ETA 0 s",
+        "iteration 2/2  reward +1.0000 (start +0.5000)  rollout 1.0 s  20.0 iterations/min  ETA 0 s",
         "saved [run]",
     ]
 
@@ -52,7 +52,10 @@ def test_resumed_run_counts_on_and_eta_covers_what_is_left():
     with shown.phase("update"):
         pass
     shown.iteration(91, {})
-    assert file.getvalue().splitlines() == ["iteration 91/100: update ...", "iteration 91/100  update 1.0 s  ETA 18 s"]
+    assert file.getvalue().splitlines() == [
+        "iteration 91/100: update ...",
+        "iteration 91/100  update 1.0 s  30.0 iterations/min  ETA 18 s",
+    ]
 
 
 def test_phases_after_the_last_iteration_have_no_number():
