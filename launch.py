@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Command line of sage-ray: `python launch.py train|plan [--config FILE] [key=value ...]`."""
+"""Command line of sage-ray: `python launch.py train|plan|evaluate|export [--config FILE] [key=value ...]`."""
 
 from __future__ import annotations
 
@@ -7,50 +7,86 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "shapes_cpu.yaml"
+SETTINGS = (
+    "Without --config it takes the small world on this machine. Every setting of sage_ray/config.py is a dotted "
+    "key; official flag names are accepted too, also as --flag value."
+)
 
 
 def main(arguments: list[str]) -> int:
     """Run one subcommand; 0 on success, 2 for input that cannot run, 1 for a run that stopped."""
     parser = argparse.ArgumentParser(prog="launch.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    settings = (
-        "Without --config it takes the small world on this machine. Every setting of sage_ray/config.py is a dotted "
-        "key; official flag names are accepted too, also as --flag value."
+    where = "on an embedded Ray, or on the cluster that RAY_ADDRESS names"
+    _configured(commands, "train", f"train {where}", "Align a policy.")
+    _configured(commands, "plan", "print what a configuration comes to, and every fault in it", "Check, start nothing.")
+    evaluate = _configured(
+        commands,
+        "evaluate",
+        f"compare checkpoints with their base on fixed prompts and noise, {where}",
+        "Compare policies. Give a run's config.yaml and a new output_dir.",
+        " --checkpoint [NAME=]PATH ...",
     )
-    for name, help, words in (
-        ("train", "train on an embedded Ray, or on the cluster that RAY_ADDRESS names", "Align a policy."),
-        ("plan", "print what a configuration comes to, and every fault in it", "Check a run without starting it."),
-    ):
-        command = commands.add_parser(
-            name,
-            help=help,
-            usage=f"launch.py {name} [-h] [--config FILE] [key=value ...]",
-            description=f"{words} {settings}",
-        )
-        command.add_argument("--config", type=Path, action="append", help="YAML file; may be given several times")
-    parsed, overrides = parser.parse_known_args(arguments)
+    evaluate.add_argument(
+        "--checkpoint",
+        action="append",
+        default=[],
+        metavar="[NAME=]PATH",
+        help="a checkpoint, or a transformer or adapter folder; several times, with one NAME for runs of several seeds",
+    )
+    commands.add_parser("export", help="write a checkpoint as something that plain diffusers opens", add_help=False)
+    parsed, rest = parser.parse_known_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    run = {"train": run_train, "plan": run_plan}[parsed.command]
-    return run(parsed.config or [DEFAULT_CONFIG], overrides)
+    return RUN[parsed.command](parsed, rest)
 
 
-def run_train(files: list[Path], overrides: list[str]) -> int:
-    """Check everything, then train. Bad input ends in one line on stderr and exit code 2."""
-    from actors.train import RunStoppedError, train
+def _configured(commands, name: str, help: str, words: str, more: str = "") -> argparse.ArgumentParser:
+    """A subcommand that takes a configuration."""
+    command = commands.add_parser(
+        name,
+        help=help,
+        usage=f"launch.py {name} [-h] [--config FILE]{more} [key=value ...]",
+        description=f"{words} {SETTINGS}",
+    )
+    command.add_argument(
+        "--config", type=Path, action="append", help="YAML file; may be given several times, the later one wins"
+    )
+    return command
+
+
+def run_train(parsed: argparse.Namespace, overrides: list[str]) -> int:
+    """Check everything, then train."""
+    from actors.train import train
     from sage_ray.checks import check
 
+    return _guarded(lambda: train(check(parsed.config or [DEFAULT_CONFIG], overrides)))
+
+
+def run_evaluate(parsed: argparse.Namespace, overrides: list[str]) -> int:
+    """Check everything, then evaluate the base and every checkpoint."""
+    from actors.evaluate import evaluate
+    from sage_ray.checks import check
+    from sage_ray.policies import check_evaluation
+
+    def run() -> None:
+        checked = check(parsed.config or [DEFAULT_CONFIG], overrides)
+        evaluate(checked, check_evaluation(checked.config, parsed.checkpoint))
+
+    return _guarded(run)
+
+
+def _guarded(run: Callable[[], None]) -> int:
+    """Bad input ends in one line on stderr and exit code 2, a run that had to stop in exit code 1."""
+    from actors.stop import RunStoppedError
+
     try:
-        checked = check(files, overrides)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
-        train(checked)
+        run()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -63,7 +99,7 @@ def run_train(files: list[Path], overrides: list[str]) -> int:
     return 0
 
 
-def run_plan(files: list[Path], overrides: list[str]) -> int:
+def run_plan(parsed: argparse.Namespace, overrides: list[str]) -> int:
     """Print the derived numbers, then every fault; 0 when the run could start, 2 when not."""
     from sage_ray.checks import problems
     from sage_ray.config import ConfigError
@@ -73,7 +109,7 @@ def run_plan(files: list[Path], overrides: list[str]) -> int:
     from sage_ray.training_schedule import training_schedule
 
     try:
-        config = load_config(files, overrides)
+        config = load_config(parsed.config or [DEFAULT_CONFIG], overrides)
         validate(config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -91,6 +127,18 @@ def run_plan(files: list[Path], overrides: list[str]) -> int:
         print(f"error: {fault}", file=sys.stderr)
     return 2 if faults else 0
 
+
+def run_export(_: argparse.Namespace, arguments: list[str]) -> int:
+    """Write a checkpoint in a form of plain diffusers. Its options are its own: it needs no run's configuration."""
+    from sage_ray import command, export
+
+    parser = argparse.ArgumentParser(prog="launch.py export", description=(export.__doc__ or "").split("\n")[0])
+    export.add_arguments(parser)
+    parsed = parser.parse_args(arguments)
+    return command.run(lambda: export.run(parsed))
+
+
+RUN = {"train": run_train, "plan": run_plan, "evaluate": run_evaluate, "export": run_export}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -56,7 +56,9 @@ def _check_reward(config: Config) -> None:
 def _prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     """(training, held-out) prompts: their files are readable, there are enough, and the judge knows them."""
     prompts = read_prompts(config.data.prompts)
-    held_out = read_prompts(config.data.held_out_prompts) if config.evaluation.num_prompts else []
+    evaluation = config.evaluation
+    asked = evaluation.num_prompts and "held_out" in evaluation.sets
+    held_out = read_prompts(config.data.held_out_prompts) if asked else []
     if num_prompts(config) > len(prompts):
         raise ConfigError(
             f"data.num_prompts: {num_prompts(config)} an iteration, but {', '.join(config.data.prompts)} "
@@ -76,7 +78,10 @@ def _check_lora(config: Config) -> None:
     if config.lora.targets is not None:
         check_targets(Path(config.model.path) / "transformer", config.lora.targets)
     if config.lora.path is not None:
-        check_adapter(Path(config.lora.path), config.lora.rank, config.lora.alpha)
+        try:
+            check_adapter(Path(config.lora.path), config.lora.rank, config.lora.alpha)
+        except ValueError as error:
+            raise ConfigError(f"lora.path={config.lora.path!r}: {error}") from error
 
 
 FILE_RULES: tuple[Callable[[Config], None], ...] = (check_files, _check_schedule, _check_lora, _check_reward)

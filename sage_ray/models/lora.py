@@ -209,18 +209,18 @@ def check_adapter(folder: Path, rank: int | None = None, alpha: float | None = N
     """Raises ValueError unless the folder holds an adapter, of this rank and alpha where given; reads no tensor."""
     path = Path(folder) / FILE
     if not path.is_file():
-        raise ValueError(f"lora.path={str(folder)!r}: must hold {FILE}")
+        raise ValueError(f"{folder}: must hold {FILE}")
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get(METADATA, "{}"))
     except (SafetensorError, ValueError) as error:
-        raise ValueError(f"lora.path: {path}: cannot be read: {error}") from error
+        raise ValueError(f"{path}: cannot be read: {error}") from error
     for key, wanted, name in (("r", rank, "rank"), ("lora_alpha", alpha, "alpha")):
         found = header.get(PREFIX + key)
         if found is None:
-            raise ValueError(f"lora.path: {path}: its header does not say {PREFIX + key}")
+            raise ValueError(f"{path}: its header does not say {PREFIX + key}")
         if wanted is not None and found != wanted:
-            raise ValueError(f"lora.{name}={wanted}: {path} has {found}")
+            raise ValueError(f"{path}: its {name} is {found}, lora.{name}={wanted} must be the same")
 
 
 @torch.no_grad()

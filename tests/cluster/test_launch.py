@@ -127,7 +127,10 @@ def test_the_whole_ring_writes_everything(tmp_path: Path) -> None:
     checkpoint = output / "checkpoints" / "version_000002"
     assert json.loads((checkpoint / "trainer.json").read_text())["policy_version"] == 2
     assert (checkpoint / "transformer" / "diffusion_pytorch_model.safetensors").stat().st_size > 10_000_000
-    for name in ("config.yaml", "reward_curve.png", "contact_sheet.png", "videos/00_before.mp4", "videos/00_after.mp4"):
+    written = ["config.yaml", "reward_curve.png", "contact_sheet.png", "gallery.html", "summary.json"]
+    written += [f"videos/iteration_00000{i}/{which}_01.mp4" for i in (0, 2) for which in ("training", "held_out")]
+    written += [f"evaluations/iteration_00000{i}.parquet" for i in (0, 2)]
+    for name in written:
         assert (output / name).stat().st_size > 0, name
     again = launch("train", f"output_dir={output}", *SMALL)
     assert again.returncode == 2 and "holds another run" in again.stderr
@@ -242,3 +245,19 @@ def test_bad_input_is_one_error_with_exit_code_two(tmp_path: Path, monkeypatch, 
     for word in words:
         assert word in errors[0], errors[0]
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (["export", "--checkpoint", "nowhere", "--output", "out"], "nowhere: must be a checkpoint or a pipeline"),
+        (["evaluate"], "--checkpoint: must be given at least once"),
+        (["evaluate", "--checkpoint", "nowhere"], "nowhere: must be a checkpoint or a pipeline"),
+        (["evaluate", "--checkpoint", "x", "evaluation.num_prompts=0"], "evaluation.num_prompts=0: must be at least 1"),
+    ],
+)
+def test_export_and_evaluate_refuse_bad_input(arguments, rule, capsys, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    words = [f"output_dir={tmp_path / 'run'}"] if arguments[0] == "evaluate" else []
+    assert main([*arguments, *words]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {rule}") and not (tmp_path / "run").exists()
