@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
+from sage_ray.row_file import read_rows, write_rows
 
 
 @dataclass(frozen=True)
@@ -46,21 +43,6 @@ class RolloutRow:
     truth_TA: float | None = None
 
 
-ARROW = {
-    "int": pyarrow.int64(),
-    "float": pyarrow.float64(),
-    "str": pyarrow.string(),
-    "dict[str, float | None]": pyarrow.map_(pyarrow.string(), pyarrow.float64()),
-}
-MAPS = tuple(column.name for column in dataclasses.fields(RolloutRow) if str(column.type).startswith("dict"))
-
-SCHEMA = pyarrow.schema(
-    pyarrow.field(column.name, ARROW[column.type.removesuffix(" | None")], nullable=column.type.endswith(" | None"))
-    for column in dataclasses.fields(RolloutRow)
-)
-"""Columns of the file; the annotations above are text because of the __future__ import."""
-
-
 class RolloutLog:
     """Writes folder/iteration_000123.parquet; each file appears complete. A repeated iteration replaces its file."""
 
@@ -76,17 +58,7 @@ class RolloutLog:
         """
         if others := [row.iteration for row in rows if row.iteration != iteration]:
             raise ValueError(f"iteration={others[0]}: every row must be of iteration {iteration}")
-        columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
-        columns |= {name: [list(values.items()) for values in columns[name]] for name in MAPS}
-        try:
-            table = pyarrow.table(columns, schema=SCHEMA)
-        except pyarrow.ArrowException as error:
-            raise ValueError(f"rollout rows of iteration {iteration}: {error}") from error
-        file = self.folder / f"iteration_{iteration:06d}.parquet"
-        partial = file.with_suffix(".partial")
-        pyarrow.parquet.write_table(table, partial, compression="zstd")
-        os.replace(partial, file)
-        return file
+        return write_rows(self.folder / f"iteration_{iteration:06d}.parquet", RolloutRow, rows)
 
 
 def read_rollouts(folder: str | Path) -> list[RolloutRow]:
@@ -94,5 +66,4 @@ def read_rollouts(folder: str | Path) -> list[RolloutRow]:
     files = sorted(Path(folder).glob("iteration_*.parquet"))
     if not files:
         raise ValueError(f"{folder}: holds no iteration_*.parquet")
-    rows = [row for file in files for row in pyarrow.parquet.read_table(file, schema=SCHEMA).to_pylist()]
-    return [RolloutRow(**row | {name: dict(row[name]) for name in MAPS}) for row in rows]
+    return [row for file in files for row in read_rows(file, RolloutRow)]

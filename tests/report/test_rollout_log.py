@@ -67,7 +67,7 @@ def test_refusals(tmp_path):
     log = RolloutLog(tmp_path / "rollouts")
     with pytest.raises(ValueError, match="iteration=4: every row must be of iteration 3"):
         log.write(3, rows(4))
-    with pytest.raises(ValueError, match="rollout rows of iteration 0: "):
+    with pytest.raises(ValueError, match="iteration_000000.parquet: "):
         log.write(0, [dataclasses.replace(ROW, reward="high")])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"holds no iteration_\*\.parquet"):
         read_rollouts(tmp_path / "rollouts")
