@@ -1,9 +1,10 @@
 #!/usr/bin/env python
-"""Command line of sage-ray: `python launch.py train|plan|evaluate|export [--config FILE] [key=value ...]`."""
+"""Command line of sage-ray; `python launch.py COMMAND --help` says what each command takes."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import sys
@@ -41,6 +42,7 @@ def main(arguments: list[str]) -> int:
         help="a checkpoint, or a transformer or adapter folder; several times, with one NAME for runs of several seeds",
     )
     commands.add_parser("export", help="write a checkpoint as something that plain diffusers opens", add_help=False)
+    commands.add_parser("convert", help="weights between the official layout and diffusers'", add_help=False)
     parsed, rest = parser.parse_known_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     return RUN[parsed.command](parsed, rest)
@@ -128,17 +130,24 @@ def run_plan(parsed: argparse.Namespace, overrides: list[str]) -> int:
     return 2 if faults else 0
 
 
-def run_export(_: argparse.Namespace, arguments: list[str]) -> int:
-    """Write a checkpoint in a form of plain diffusers. Its options are its own: it needs no run's configuration."""
-    from sage_ray import command, export
-
-    parser = argparse.ArgumentParser(prog="launch.py export", description=(export.__doc__ or "").split("\n")[0])
-    export.add_arguments(parser)
-    parsed = parser.parse_args(arguments)
-    return command.run(lambda: export.run(parsed))
+WITHOUT_CONFIG = {"export": "sage_ray.export", "convert": "sage_ray.models.official_layout"}
+"""Commands about folders: the module that knows their options and does the work."""
 
 
-RUN = {"train": run_train, "plan": run_plan, "evaluate": run_evaluate, "export": run_export}
+def run_without_config(parsed: argparse.Namespace, arguments: list[str]) -> int:
+    """A command with options of its own."""
+    from sage_ray import command
+
+    module = importlib.import_module(WITHOUT_CONFIG[parsed.command])
+    words = (module.__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog=f"launch.py {parsed.command}", description=words)
+    module.add_arguments(parser)
+    own = parser.parse_args(arguments)
+    return command.run(lambda: module.run(own))
+
+
+RUN = {"train": run_train, "plan": run_plan, "evaluate": run_evaluate}
+RUN |= dict.fromkeys(WITHOUT_CONFIG, run_without_config)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

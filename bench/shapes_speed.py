@@ -53,13 +53,10 @@ def main() -> None:
     parsed, settings = parser.parse_known_args()
     settings = [*settings, f"num_iterations={parsed.iterations}", "evaluation.num_prompts=0", "save_interval=10000"]
     folder = Path(tempfile.mkdtemp())
-    for number, (name, own, runs) in enumerate(
-        (
-            ("one group at a time", list(FIRST), 1),
-            ("shapes_gpu.yaml", [], 1),
-            (f"shapes_gpu.yaml, {parsed.runs} runs at once", [], parsed.runs),
-        )
-    ):
+    ways = [("one group at a time", list(FIRST), 1), ("shapes_gpu.yaml", [], 1)]
+    if parsed.runs > 1:
+        ways.append((f"shapes_gpu.yaml, {parsed.runs} runs at once", [], parsed.runs))
+    for number, (name, own, runs) in enumerate(ways):
         folders = [folder / f"{number}_{seed}" for seed in range(runs)]
         processes = [start(f, [*settings, *own, f"seed={seed}"]) for seed, f in enumerate(folders)]
         if any([process.wait() for process in processes]):
