@@ -42,6 +42,7 @@ def main(arguments: list[str]) -> int:
         help="a checkpoint, or a transformer or adapter folder; several times, with one NAME for runs of several seeds",
     )
     commands.add_parser("export", help="write a checkpoint as something that plain diffusers opens", add_help=False)
+    commands.add_parser("fetch", help="download the official policy, reward and prompts", add_help=False)
     commands.add_parser("convert", help="weights between the official layout and diffusers'", add_help=False)
     parsed, rest = parser.parse_known_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
@@ -130,7 +131,11 @@ def run_plan(parsed: argparse.Namespace, overrides: list[str]) -> int:
     return 2 if faults else 0
 
 
-WITHOUT_CONFIG = {"export": "sage_ray.export", "convert": "sage_ray.models.official_layout"}
+WITHOUT_CONFIG = {
+    "export": "sage_ray.export",
+    "convert": "sage_ray.models.official_layout",
+    "fetch": "sage_ray.fetch",
+}
 """Commands about folders: the module that knows their options and does the work."""
 
 

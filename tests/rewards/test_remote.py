@@ -250,7 +250,9 @@ def test_slow_scorer_is_not_asked_twice():
 def test_server_killed_in_mid_request(tmp_path):
     with slow_process(tmp_path, 60.0) as (child, url, future):
         child.kill()
-        with pytest.raises(ConnectionError, match=f"^{url}/score: no answer in 2 attempts, the last: .*(refused|reset)"):
+        with pytest.raises(
+            ConnectionError, match=f"^{url}/score: no answer in 2 attempts, the last: .*(refused|reset)"
+        ):
             future.result(20)
 
 
