@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 
 from sage_ray.config import Config, total_optimizer_steps
 from sage_ray.group_batch import GroupBatch, ReplayRules, count_pairs
-from sage_ray.models.hunyuan_video import TORCH_DTYPES, load_velocity
-from sage_ray.models.lora import adapt, adapter_state, save_adapter
-from sage_ray.parallel import reshard, shard, start_process_group
+from sage_ray.models.hunyuan_video import TORCH_DTYPES
+from sage_ray.models.lora import adapter_state, save_adapter
+from sage_ray.parallel import load_sharded, reshard, start_process_group
 from sage_ray.policy_update import NonFiniteError, PolicyUpdate, all_finite
 from sage_ray.training_schedule import training_schedule
 from sage_ray.types import Trajectory
@@ -46,11 +46,15 @@ class LearnerRank:
         start_process_group(
             self.rank, self.world_size, address, port, device=self.device, timeout_s=config.learner.timeout_s
         )
-        model = load_velocity(Path(config.model.path), TORCH_DTYPES[config.model.dtype], self.device)
+        model = load_sharded(
+            Path(config.model.path) / "transformer",
+            TORCH_DTYPES[config.model.dtype],
+            config.lora,
+            config.seed,
+            self.world_size,
+            self.device,
+        )
         model.transformer.gradient_checkpointing = config.model.gradient_checkpointing
-        if config.lora.rank:
-            adapt(model, config.lora, config.seed, dtype=torch.float32)
-        shard(model, self.world_size)
         rules = ReplayRules(
             guidance_scale=config.sampling.guidance_scale,
             last_step=config.sampling.last_step,

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from sage_ray.config import Config, ConfigError
 from sage_ray.config_check import num_prompts, validate
-from sage_ray.config_files import check_files
+from sage_ray.config_files import check_model, check_output_dir
 from sage_ray.config_load import load_config
 from sage_ray.data.prompts import read_prompts
-from sage_ray.models.lora import check_adapter, check_targets
+from sage_ray.models.adapter_file import check_adapter
+from sage_ray.models.lora import check_targets
+from sage_ray.models.policy_folder import check_fits
 from sage_ray.rewards.build import check_runtime_env, check_scorers
 from sage_ray.shapes.world import parse_caption
 from sage_ray.training_schedule import training_schedule
@@ -37,14 +39,23 @@ def check(files: Sequence[Path], overrides: Sequence[str]) -> CheckedRun:
 
 
 def problems(config: Config) -> list[str]:
-    """Every fault in the files of a configuration that has passed `validate`."""
+    """Every fault in the files of a configuration that has passed `validate`.
+
+    A policy that cannot be loaded is one fault: what follows from its files is then not checked.
+    """
     found = []
     for rule in (*FILE_RULES, _prompts):
+        if rule in NEED_MODEL and any(fault.startswith("model.path") for fault in found):
+            continue
         try:
             rule(config)
         except ValueError as error:
             found.append(str(error))
     return found
+
+
+def _check_output(config: Config) -> None:
+    check_output_dir(Path(config.output_dir))
 
 
 def _check_reward(config: Config) -> None:
@@ -80,8 +91,10 @@ def _check_lora(config: Config) -> None:
     if config.lora.path is not None:
         try:
             check_adapter(Path(config.lora.path), config.lora.rank, config.lora.alpha)
+            check_fits(Path(config.lora.path), Path(config.model.path) / "transformer")
         except ValueError as error:
             raise ConfigError(f"lora.path={config.lora.path!r}: {error}") from error
 
 
-FILE_RULES: tuple[Callable[[Config], None], ...] = (check_files, _check_schedule, _check_lora, _check_reward)
+NEED_MODEL = (_check_schedule, _check_lora)
+FILE_RULES: tuple[Callable[[Config], None], ...] = (_check_output, check_model, *NEED_MODEL, _check_reward)

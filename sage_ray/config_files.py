@@ -1,18 +1,21 @@
-"""Existence checks of what a configuration points at: the output folder and the policy's checkpoint.
+"""Checks of what a configuration points at: the output folder and the policy's checkpoint.
 
-Reads JSON and safetensors headers only, so it costs milliseconds even for a large checkpoint and finds a half-written
-one before anything is allocated. Prompt files and the reward folder are checked by their own modules.
+Reads JSON and safetensors headers only, so it costs little even for a large checkpoint and finds a half-written one
+before anything is allocated. Prompt files and the reward folder are checked by their own modules.
 """
 
 from __future__ import annotations
 
-import json
-import struct
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sage_ray.config import Config, ConfigError
 from sage_ray.json_object import read_object
+from sage_ray.tensor_files import TensorFiles, refuse_partial
+
+Result = TypeVar("Result")
 
 PIPELINE = "HunyuanVideo15Pipeline"
 CONFIG_FILES = {
@@ -37,13 +40,21 @@ WEIGHTS = {
 
 
 def check_files(config: Config) -> None:
-    """Checks output_dir, model.path and that the video's size suits the checkpoint's VAE.
-
-    Raises:
-        ConfigError: names the key, the file and the rule.
-    """
+    """Checks output_dir and model.path. Raises: ConfigError naming the key, the file and the rule."""
     check_output_dir(Path(config.output_dir))
-    check_pipeline(Path(config.model.path))
+    check_model(config)
+
+
+def check_model(config: Config) -> None:
+    """Checks that model.path will load as what it says it is, and that the video's size suits its VAE.
+
+    Raises: ConfigError naming the key, the file and the rule.
+    """
+    from sage_ray.models.pipeline_check import check_components  # its libraries take seconds; `fetch` needs none
+
+    folder = Path(config.model.path)
+    check_pipeline(folder)
+    _named(lambda: check_components(folder))
     _check_video_size(config)
 
 
@@ -64,6 +75,7 @@ def check_pipeline(folder: Path) -> None:
     """Raises ConfigError unless the folder is a complete HunyuanVideo15Pipeline in diffusers' layout."""
     if not folder.is_dir():
         raise ConfigError(f"model.path={str(folder)!r}: must be a directory that holds a {PIPELINE}")
+    _named(lambda: refuse_partial(folder))
     index = _read_json(folder / "model_index.json")
     if index.get("_class_name") != PIPELINE:
         raise _broken(folder / "model_index.json", f"_class_name must be {PIPELINE}, is {index.get('_class_name')!r}")
@@ -72,49 +84,7 @@ def check_pipeline(folder: Path) -> None:
             raise _broken(folder / "model_index.json", f"must list the component {component}")
         _read_json(folder / component / file)
     for component, file in WEIGHTS.items():
-        _check_weights(folder / component / file)
-
-
-def _check_weights(file: Path) -> None:
-    """One safetensors file, or the shards its index lists, each complete and holding its tensors."""
-    index_file = file.with_name(file.name + ".index.json")
-    if not index_file.exists():
-        safetensors_names(file)
-        return
-    weight_map = _read_json(index_file).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise _broken(index_file, "must hold a weight_map of tensors and shards")
-    for shard in sorted(set(weight_map.values())):
-        names = safetensors_names(file.with_name(shard))
-        missing = [name for name, where in weight_map.items() if where == shard and name not in names]
-        if missing:
-            raise _broken(file.with_name(shard), f"must hold {missing[0]}, as {index_file.name} says")
-
-
-def safetensors_names(file: Path) -> set[str]:
-    """Names of the tensors of a safetensors file, after checking that its length is what its header says.
-
-    Raises:
-        ConfigError: missing, unreadable or shorter or longer than its header says (a half-written file).
-    """
-    if not file.is_file():
-        raise _broken(file, "the file does not exist")
-    size_bytes = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size_bytes
-        if 8 + header_bytes > size_bytes:
-            raise _broken(file, f"half-written: {size_bytes} bytes end inside the safetensors header")
-        text = stream.read(header_bytes)
-    try:
-        tensors = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
-        data_bytes = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
-        raise _broken(file, f"the safetensors header is not readable: {error!r}") from error
-    expected_bytes = 8 + header_bytes + data_bytes
-    if size_bytes != expected_bytes:
-        raise _broken(file, f"half-written: {size_bytes} bytes, its header says {expected_bytes}")
-    return set(tensors)
+        _named(partial(TensorFiles, folder / component, file.removesuffix(".safetensors")))
 
 
 def _check_video_size(config: Config) -> None:
@@ -138,8 +108,13 @@ def _check_video_size(config: Config) -> None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    return _named(lambda: read_object(file))
+
+
+def _named(check: Callable[[], Result]) -> Result:
+    """What `check` returns; its ValueError as a ConfigError that names the key."""
     try:
-        return read_object(file)
+        return check()
     except ValueError as error:
         raise ConfigError(f"model.path: {error}") from error
 

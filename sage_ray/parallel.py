@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from sage_ray.config import LoraConfig
 from sage_ray.models.hunyuan_video import PackedVelocity
+from sage_ray.models.lora import PREFIX, adapt, adapter_values
+from sage_ray.models.streamed import blank_transformer, fill
 
 
 def start_process_group(rank: int, world_size: int, address: str, port: int, *, device: str, timeout_s: float) -> None:
@@ -24,13 +28,30 @@ def start_process_group(rank: int, world_size: int, address: str, port: int, *, 
     )
 
 
-def shard(model: PackedVelocity, world_size: int) -> PackedVelocity:
+def load_sharded(
+    folder: Path, dtype: torch.dtype, lora: LoraConfig, seed: int, world_size: int, device: str
+) -> PackedVelocity:
+    """The policy of a transformer folder over `world_size` ranks, with adapters where lora.rank asks for them.
+
+    Every rank reads its own share of the files, once; the whole model is in no memory.
+
+    Args: dtype: compute dtype. Master weights, and adapters, are float32; the frozen base under adapters is in `dtype`.
+    """
+    model, given = PackedVelocity(blank_transformer(folder), dtype), {}
+    if lora.rank:
+        adapt(model, lora, seed, dtype=torch.float32)
+        given = adapter_values(model, lora, seed)
+    shard(model.to("meta"), world_size, device).to_empty(device=device)
+    fill(model, folder, PREFIX, given)
+    return model
+
+
+def shard(model: PackedVelocity, world_size: int, device: str) -> PackedVelocity:
     """Shard every block, then the rest, over `world_size` ranks; master weights stay float32.
 
     Inputs are never cast by FSDP (the model casts what must be cast), so that timesteps and rotary tables stay
     float32 and a sharded forward equals the rollout worker's plain one.
     """
-    device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, (world_size,), mesh_dim_names=("dp",))
     policy = MixedPrecisionPolicy(
         param_dtype=None if model.dtype == torch.float32 else model.dtype,

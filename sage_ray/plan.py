@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from sage_ray.config import Config, RewardConfig, axis_weights, total_optimizer_steps
 from sage_ray.config_check import dp_degree, num_prompts
 from sage_ray.equalizer import equalizer_scales
+from sage_ray.folder_report import describe_policy, describe_reward
 from sage_ray.group_batch import split_groups
 from sage_ray.optim import learning_rate_factor
 from sage_ray.training_schedule import TrainingSchedule
@@ -27,7 +29,13 @@ class Line(NamedTuple):
 def plan(config: Config, schedule: TrainingSchedule | None) -> list[Line]:
     """The derived numbers of a valid configuration; `schedule` is None when the checkpoint that gives it is missing."""
     steps = list(_schedule(config, schedule)) if schedule is not None else [Line("steps", "unknown without the shift")]
-    return [*_iteration(config), *_learner(config), *steps, *_objective(config), *_devices(config)]
+    return [*_folders(config), *_iteration(config), *_learner(config), *steps, *_objective(config), *_devices(config)]
+
+
+def _folders(config: Config) -> Iterator[Line]:
+    yield Line("policy", describe_policy(Path(config.model.path)))
+    if config.reward.path is not None:
+        yield Line("reward model", describe_reward(Path(config.reward.path)))
 
 
 def _iteration(config: Config) -> Iterator[Line]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sage_ray.parallel import local_shards
+from sage_ray.shards import local_extent
 
 ALIGNMENT = 64
 """Bytes; tensors start at multiples of it inside a bucket."""
@@ -71,7 +71,7 @@ def pack(model: nn.Module, version: int, rank: int, dtype: torch.dtype) -> Weigh
             continue
         data = as_bytes(shard.to(dtype))
         digest.update(data.tobytes())
-        slices.append(Slice(name, *_extent(parameters[name]), len(buckets), position, data.size))
+        slices.append(Slice(name, *local_extent(parameters[name]), len(buckets), position, data.size))
         pending.append((position, data))
         position += -(-data.size // ALIGNMENT) * ALIGNMENT
         if position >= BUCKET_BYTES:
@@ -79,18 +79,6 @@ def pack(model: nn.Module, version: int, rank: int, dtype: torch.dtype) -> Weigh
             position = 0
     close_bucket()
     return WeightPart(version, rank, str(dtype).split(".")[1], tuple(slices), tuple(buckets), digest.hexdigest())
-
-
-def _extent(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, offset) of the local shard inside the full parameter."""
-    if not hasattr(parameter, "to_local"):
-        return tuple(parameter.shape), (0,) * parameter.ndim
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape,
-        parameter.device_mesh,  # pyright: ignore[reportAttributeAccessIssue]
-        parameter.placements,  # pyright: ignore[reportAttributeAccessIssue]
-    )
-    return tuple(shape), tuple(offset)
 
 
 @torch.no_grad()

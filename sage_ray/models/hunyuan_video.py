@@ -8,7 +8,7 @@ Text-to-video only: the image slots are empty.
 
 from __future__ import annotations
 
-import json
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +20,9 @@ from diffusers.models.embeddings import apply_rotary_emb
 from torch import nn
 from torch.nn import functional
 
+from sage_ray.json_object import read_object
 from sage_ray.models.condition import ConditionTensors
+from sage_ray.models.streamed import load_transformer
 from sage_ray.schedule import timestep
 from sage_ray.types import Condition
 
@@ -187,17 +189,13 @@ def guided_velocity(
 
 
 def load_velocity(folder: Path, dtype: torch.dtype, device: torch.device | str) -> PackedVelocity:
-    """The transformer of a pipeline directory with float32 master weights, for the learner.
-
-    Every parameter is cloned after loading: safetensors gives views at odd addresses, for which CPU kernels differ.
-    """
-    model = HunyuanVideo15Transformer3DModel.from_pretrained(Path(folder) / "transformer", torch_dtype=torch.float32)
-    align(model)
-    return PackedVelocity(model.to(device), dtype)
+    """The transformer of a pipeline directory with float32 master weights, in one process."""
+    return PackedVelocity(load_transformer(Path(folder) / "transformer", torch.float32, device), dtype)
 
 
 def align(module: nn.Module) -> None:
-    """Give every parameter and buffer fresh, aligned storage."""
+    """Give every parameter and buffer fresh, aligned storage: safetensors gives views at odd addresses, for which CPU
+    kernels differ."""
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data.clone()
 
@@ -219,9 +217,11 @@ def batched_vae(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15
 def scheduler_shift(folder: Path) -> float:
     """Shift of the sigma grid that the checkpoint was made for; raises ValueError when the file lacks it."""
     path = Path(folder) / "scheduler" / "scheduler_config.json"
-    shift = json.loads(path.read_text("utf-8")).get("shift")
+    shift = read_object(path).get("shift")
     if shift is None:
         raise ValueError(f"{path}: key shift is missing, so sampling.shift must be given")
+    if type(shift) not in (int, float) or not 0 < shift < math.inf:
+        raise ValueError(f"{path}: shift={shift!r} must be a positive number")
     return float(shift)
 
 
@@ -230,20 +230,21 @@ class HunyuanVideo:
 
     def __init__(self, pipeline: HunyuanVideo15Pipeline, dtype: torch.dtype, device: torch.device | str):
         self.device = torch.device(device)
-        for module in (pipeline.transformer, pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2):
-            align(module)
-            module.to(self.device).eval()
         for module in (pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2):
-            module.requires_grad_(False)
+            align(module)
+            module.to(self.device).eval().requires_grad_(False)
         self.pipeline = pipeline
         self.vae: AutoencoderKLHunyuanVideo15 = batched_vae(pipeline.vae)
-        self.velocity = PackedVelocity(pipeline.transformer.to(dtype), dtype).requires_grad_(False)
+        self.velocity = PackedVelocity(pipeline.transformer.to(self.device, dtype).eval(), dtype).requires_grad_(False)
         self._conditions: OrderedDict[str, Condition] = OrderedDict()
 
     @staticmethod
     def load(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> HunyuanVideo:
         """Load a HunyuanVideo15Pipeline directory; encoders and VAE stay float32."""
-        pipeline = HunyuanVideo15Pipeline.from_pretrained(folder, torch_dtype=torch.float32)
+        transformer = load_transformer(Path(folder) / "transformer", dtype, device)
+        pipeline = HunyuanVideo15Pipeline.from_pretrained(
+            folder, transformer=transformer, torch_dtype=torch.float32, use_safetensors=True
+        )
         return HunyuanVideo(pipeline, dtype, device)
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:

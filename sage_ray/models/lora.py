@@ -28,18 +28,16 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from sage_ray.config import LoraConfig as LoraSettings
+from sage_ray.models.adapter_file import FILE, METADATA, PREFIX, read_settings
 from sage_ray.models.hunyuan_video import PackedVelocity, freeze_unused
+from sage_ray.tensor_files import read_header
 
 ADAPTER = "default"
-FILE = "pytorch_lora_weights.safetensors"
-METADATA = "lora_adapter_metadata"
-PREFIX = "transformer."
-"""diffusers': where a file's header keeps the LoraConfig as JSON, and what goes before its keys and the tensors'."""
 
 
 def adapt(velocity: PackedVelocity, settings: LoraSettings, seed: int, *, dtype: torch.dtype) -> None:
@@ -92,19 +90,43 @@ def add_lora(
     pattern = "|".join(re.escape(name) for name in chosen)
     with torch.random.fork_rng(devices=[]):
         transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=pattern, bias="none"), ADAPTER)
-    _initialise(transformer, rank, seed, dtype)
+    _initialise(transformer, seed, dtype)
     return [name for name, parameter in transformer.named_parameters() if parameter.requires_grad]
 
 
-def _initialise(transformer: nn.Module, rank: int, seed: int, dtype: torch.dtype) -> None:
-    """A uniform from `seed`, B zero, for PEFT's own; and what A's input must be (module docstring)."""
-    generator = torch.Generator().manual_seed(seed)
-    for layer in adapted_layers(transformer).values():
-        device, size = layer.get_base_layer().weight.device, layer.in_features
-        a = (torch.rand(rank, size, generator=generator, dtype=torch.float32) * 2 - 1) / math.sqrt(size)
-        layer.lora_A[ADAPTER].weight = nn.Parameter(a.to(device, dtype))
-        layer.lora_B[ADAPTER].weight = nn.Parameter(torch.zeros(layer.out_features, rank, device=device, dtype=dtype))
+def _initialise(transformer: nn.Module, seed: int, dtype: torch.dtype) -> None:
+    """`initial_values` in `dtype` for PEFT's own; and what A's input must be (module docstring)."""
+    values = initial_values(transformer, seed)
+    for name, layer in adapted_layers(transformer).items():
+        device = layer.get_base_layer().weight.device
+        for part, half in ((layer.lora_A, "lora_A"), (layer.lora_B, "lora_B")):
+            part[ADAPTER].weight = nn.Parameter(values[f"{name}.{half}.{ADAPTER}.weight"].to(device, dtype))
         layer.lora_A[ADAPTER].register_forward_pre_hook(_contiguous)
+
+
+def initial_values(transformer: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """What an adapter starts from, by parameter name: A uniform from `seed`, layer by layer, B zero; float32, CPU."""
+    generator, values, rank = torch.Generator().manual_seed(seed), {}, transformer.peft_config[ADAPTER].r
+    for name, layer in adapted_layers(transformer).items():
+        a = torch.rand(rank, layer.in_features, generator=generator, dtype=torch.float32) * 2 - 1
+        values[f"{name}.lora_A.{ADAPTER}.weight"] = a / math.sqrt(layer.in_features)
+        values[f"{name}.lora_B.{ADAPTER}.weight"] = torch.zeros(layer.out_features, rank)
+    return values
+
+
+def adapter_values(velocity: PackedVelocity, settings: LoraSettings, seed: int) -> dict[str, torch.Tensor]:
+    """What `adapt` gave the adapters of `velocity`, whole, by parameter name: for a model without storage, which can
+    only be filled after it is sharded."""
+    values = initial_values(velocity.transformer, seed)
+    if settings.path is not None:
+        with safe_open(Path(settings.path) / FILE, framework="pt") as file:
+            values = {_parameter_name(key): file.get_tensor(key) for key in file.keys()}
+    return {PREFIX + name: value for name, value in values.items()}
+
+
+def _parameter_name(key: str) -> str:
+    """Key in the file to the parameter's name: {layer}.lora_A.default.weight."""
+    return key.removeprefix(PREFIX).removesuffix(".weight") + f".{ADAPTER}.weight"
 
 
 def _contiguous(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -205,24 +227,6 @@ def check_targets(transformer_folder: Path, targets: Sequence[str]) -> None:
             raise ValueError(f"lora.targets: {target!r} is no linear layer of the model; there are {known}")
 
 
-def check_adapter(folder: Path, rank: int | None = None, alpha: float | None = None) -> None:
-    """Raises ValueError unless the folder holds an adapter, of this rank and alpha where given; reads no tensor."""
-    path = Path(folder) / FILE
-    if not path.is_file():
-        raise ValueError(f"{folder}: must hold {FILE}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get(METADATA, "{}"))
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
-    for key, wanted, name in (("r", rank, "rank"), ("lora_alpha", alpha, "alpha")):
-        found = header.get(PREFIX + key)
-        if found is None:
-            raise ValueError(f"{path}: its header does not say {PREFIX + key}")
-        if wanted is not None and found != wanted:
-            raise ValueError(f"{path}: its {name} is {found}, lora.{name}={wanted} must be the same")
-
-
 @torch.no_grad()
 def load_adapter(transformer: nn.Module, folder: Path) -> None:
     """Copy what `save_adapter` wrote into the adapter that `add_lora` made, rounding to its dtype; before sharding.
@@ -230,8 +234,8 @@ def load_adapter(transformer: nn.Module, folder: Path) -> None:
     Raises: ValueError naming the key when layers, rank or alpha differ; nothing is copied then.
     """
     path, parameters, config = Path(folder) / FILE, _file_parameters(transformer), transformer.peft_config[ADAPTER]
+    header = read_settings(path, read_header(path))
     with safe_open(path, framework="pt") as file:
-        header = json.loads((file.metadata() or {}).get(METADATA, "{}"))
         state = {key: file.get_tensor(key) for key in file.keys()}
     for key in sorted(parameters.keys() ^ state.keys()):
         raise ValueError(f"{path}: {key} is only in the {'file' if key in state else 'model'}; lora targets differ")

@@ -13,7 +13,8 @@ from sage_ray.json_object import read_object
 from sage_ray.models import official_config as configs
 from sage_ray.models.official_keys import check_keys, rules
 from sage_ray.models.official_text import Write, byt5_to_diffusers, llm_to_diffusers, text_to_official
-from sage_ray.models.tensor_files import TensorFiles, write_tensors
+from sage_ray.models.tensor_files import write_tensors
+from sage_ray.tensor_files import TensorFiles
 
 STEM = "diffusion_pytorch_model"
 MODEL_INDEX = {

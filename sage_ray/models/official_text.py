@@ -17,7 +17,8 @@ import torch
 from transformers import AutoConfig, ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, T5Config, T5EncoderModel
 
 from sage_ray.json_object import read_object
-from sage_ray.models.tensor_files import Shape, TensorFiles, write_tensors
+from sage_ray.models.tensor_files import write_tensors
+from sage_ray.tensor_files import Shape, TensorFiles
 
 GLYPH = "Glyph-SDXL-v2/checkpoints/byt5_model.pt"
 COLORS, FONTS = "Glyph-SDXL-v2/assets/color_idx.json", "Glyph-SDXL-v2/assets/multilingual_10-lang_idx.json"

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from safetensors import SafetensorError, safe_open
 
 from sage_ray.json_object import read_object
-from sage_ray.models.hunyuan_video import align
-from sage_ray.models.lora import FILE, METADATA, PREFIX, add_lora, check_adapter, load_adapter, merged_state
+from sage_ray.models.adapter_file import FILE, PREFIX, check_adapter
+from sage_ray.models.components import blank, check_component
+from sage_ray.models.lora import add_lora, load_adapter, merged_state
+from sage_ray.models.streamed import STEM, load_transformer
+from sage_ray.tensor_files import TensorFiles, refuse_partial
 
-WEIGHTS = "diffusion_pytorch_model.safetensors"
+WEIGHTS = f"{STEM}.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 CLASS = HunyuanVideo15Transformer3DModel.__name__
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
@@ -47,8 +48,7 @@ def find_policy(folder: Path) -> PolicyFolder:
     Raises: ValueError naming file and rule, also for what is half written.
     """
     folder = Path(folder)
-    if folder.name.endswith(".partial") or folder.parent.name.endswith(".partial"):
-        raise ValueError(f"{folder}: is half written; a finished checkpoint's name does not end in .partial")
+    refuse_partial(folder)
     inside = [kind for kind in ("transformer", "adapter") if (folder / kind).is_dir()]
     if len(inside) > 1:
         raise ValueError(f"{folder}: holds transformer/ and adapter/; name one of the two")
@@ -66,7 +66,7 @@ def find_policy(folder: Path) -> PolicyFolder:
     if found.kind == "adapter":
         check_adapter(found.path)
     else:
-        _check_transformer(found.path)
+        check_component(found.path, "transformer")
     return found
 
 
@@ -90,7 +90,7 @@ def load_policy(folder: PolicyFolder, base: Path, dtype: torch.dtype) -> Hunyuan
     for key in ours:
         if ours[key] != theirs[key]:
             raise ValueError(f"{folder.path / 'config.json'}: {key}={ours[key]!r}, the base {base} has {theirs[key]!r}")
-    return _load(folder.path, dtype)
+    return load_transformer(folder.path, dtype, "cpu")
 
 
 def check_fits(adapter: Path, base: Path) -> tuple[dict[str, Any], list[str]]:
@@ -99,13 +99,11 @@ def check_fits(adapter: Path, base: Path) -> tuple[dict[str, Any], list[str]]:
     Args: adapter, base: the folders of the weights themselves. Raises: ValueError naming file, key and rule.
     """
     path = adapter / FILE
-    with safe_open(path, framework="pt") as file:
-        header = json.loads(file.metadata()[METADATA])
-        found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+    header, found = check_adapter(adapter), TensorFiles(adapter, FILE.removesuffix(".safetensors")).shapes
     for key in UNKNOWN_TO_MERGE:
         if header.get(PREFIX + key):
             raise ValueError(f"{path}: header says {PREFIX + key}={header[PREFIX + key]!r}, which cannot be merged")
-    rank, shapes = header[f"{PREFIX}r"], {name: shape for name, shape, _ in _headers(base)}
+    rank, shapes = header[f"{PREFIX}r"], TensorFiles(base, STEM).shapes
     layers = sorted({key.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for key in found})
     expected: dict[str, tuple[int, ...]] = {}
     for layer in layers:
@@ -120,54 +118,6 @@ def check_fits(adapter: Path, base: Path) -> tuple[dict[str, Any], list[str]]:
     return header, layers
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a transformer folder. Raises: ValueError when one is missing."""
-    if (folder / INDEX).is_file():
-        shards = read_object(folder / INDEX).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise ValueError(f"{folder / INDEX}: weight_map must name the file of every tensor")
-        files = [folder / name for name in sorted(set(shards.values()))]
-    else:
-        files = [folder / WEIGHTS]
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{file}: the file does not exist; the folder must hold {WEIGHTS} or {INDEX} and shards")
-    return files
-
-
-def _headers(folder: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """(name, shape, safetensors' dtype) of every tensor; reads no tensor."""
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    part = file.get_slice(name)
-                    yield name, tuple(part.get_shape()), part.get_dtype()
-        except SafetensorError as error:
-            raise ValueError(f"{path}: cannot be read: {error}") from error
-
-
-def _check_transformer(folder: Path) -> None:
-    """Raises ValueError unless the folder holds our class with every tensor in the shape of its configuration."""
-    name = read_object(folder / "config.json").get("_class_name")
-    if name != CLASS:
-        raise ValueError(f"{folder / 'config.json'}: _class_name is {name!r}, must be {CLASS}")
-    expected = {name: tuple(tensor.shape) for name, tensor in _blank(folder).state_dict().items()}
-    shapes = {name: shape for name, shape, _ in _headers(folder)}
-    for name in sorted(expected.keys() | shapes.keys()):
-        if shapes.get(name) != expected.get(name):
-            found, rule = shapes.get(name, "missing"), expected.get(name, "no such tensor")
-            raise ValueError(f"{folder}: {name} is {found}, config.json makes it {rule}")
-
-
-def _blank(folder: Path) -> HunyuanVideo15Transformer3DModel:
-    """The model of a folder's config.json without storage."""
-    with torch.device("meta"):
-        model = HunyuanVideo15Transformer3DModel.from_config(_settings(folder))
-    assert isinstance(model, HunyuanVideo15Transformer3DModel)
-    return model
-
-
 def _settings(folder: Path) -> dict[str, Any]:
     """Constructor arguments that a config.json comes to, defaults filled in; versions and paths are left out."""
     parameters = inspect.signature(HunyuanVideo15Transformer3DModel.__init__).parameters
@@ -176,15 +126,10 @@ def _settings(folder: Path) -> dict[str, Any]:
     return json.loads(json.dumps(values))
 
 
-def _load(folder: Path, dtype: torch.dtype) -> HunyuanVideo15Transformer3DModel:
-    loaded = HunyuanVideo15Transformer3DModel.from_pretrained(folder, torch_dtype=dtype)
-    align(loaded)
-    return _filled(folder, loaded.state_dict())
-
-
 def _filled(folder: Path, state: dict[str, torch.Tensor]) -> HunyuanVideo15Transformer3DModel:
-    """The model of config.json around these tensors; from_pretrained would keep this machine's paths in it."""
-    model = _blank(folder)
+    """The model of config.json around these tensors."""
+    model = blank("transformer", str(folder / "config.json"), _settings(folder))
+    assert isinstance(model, HunyuanVideo15Transformer3DModel)
     model.load_state_dict(state, assign=True)
     return model.eval()
 
@@ -192,8 +137,8 @@ def _filled(folder: Path, state: dict[str, torch.Tensor]) -> HunyuanVideo15Trans
 def _merged(adapter: Path, base: Path, dtype: torch.dtype) -> HunyuanVideo15Transformer3DModel:
     """The base's transformer with the adapter in it. Raises: ValueError naming the adapter's file and key."""
     header, layers = check_fits(adapter, base)
-    as_stored = {stored for _, _, stored in _headers(base)} == {DTYPE_NAMES[dtype]}
-    model = _load(base, dtype if as_stored else torch.float32)
+    as_stored = TensorFiles(base, STEM).only_dtype() == DTYPE_NAMES[dtype]
+    model = load_transformer(base, dtype if as_stored else torch.float32, "cpu")
     rank, alpha = header[f"{PREFIX}r"], header[f"{PREFIX}lora_alpha"]
     try:
         add_lora(model, rank=rank, alpha=alpha, targets=layers, seed=0, dtype=torch.float32)

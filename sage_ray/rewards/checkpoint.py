@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sage_ray.json_object import read_object
-from sage_ray.rewards.weight_files import check_weight_file
+from sage_ray.rewards.weight_files import FILES, check_weight_file
+from sage_ray.tensor_files import refuse_partial
 from sage_ray.types import AXES
 
 REWARD_TOKENS = tuple(f"<|{axis}_reward|>" for axis in AXES)
@@ -63,6 +64,7 @@ class RewardFolder:
 
     path: Path
     config: dict
+    base_file: Path
     base_config: dict
     template: str
     weights: tuple[Path, ...]
@@ -76,16 +78,17 @@ def open_folder(folder: Path) -> RewardFolder:
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: must be a VideoAlign directory, is {'a file' if folder.exists() else 'missing'}")
+    refuse_partial(folder)
     file = folder / "model_config.json"
     config = read_object(file)
     _check_config(file, config)
-    base = _base_config(folder, config["model_config"]["model_name_or_path"])
-    checkpoint = _newest_checkpoint(folder)
+    base_file, base = _base_config(folder, config["model_config"]["model_name_or_path"])
+    checkpoint = newest_checkpoint(folder)
     weights = _weights(checkpoint)
     tokenizer = checkpoint / "tokenizer" / "tokenizer.json"
     _check_tokenizer(tokenizer)
     template = _template(folder / "prompt_template.txt", weights)
-    return RewardFolder(folder, config, base, template, weights, tokenizer)
+    return RewardFolder(folder, config, base_file, base, template, weights, tokenizer)
 
 
 def _check_config(file: Path, config: dict) -> None:
@@ -107,6 +110,8 @@ def _check_config(file: Path, config: dict) -> None:
             value = config[section].get(key)
             if value is not None or key in NEEDED[section]:
                 _check_positive(file, f"{section}.{key}", value)
+    if not isinstance(name := config["model_config"]["model_name_or_path"], str) or not name:
+        raise ValueError(f"{file}: model_config.model_name_or_path={name!r} must be a name")
     if config.get("inference_config") is not None:
         _check_constants(file, config["inference_config"])
 
@@ -116,8 +121,10 @@ def _check_positive(file: Path, key: str, value: object) -> None:
         raise ValueError(f"{file}: {key}={value!r} must be a finite number above 0")
 
 
-def _check_constants(file: Path, constants: dict) -> None:
+def _check_constants(file: Path, constants: object) -> None:
     """inference_config: a finite mean and a positive std for every axis."""
+    if not isinstance(constants, dict):
+        raise ValueError(f"{file}: inference_config must be an object, is {constants!r}")
     for axis in AXES:
         for key in (f"{axis}_mean", f"{axis}_std"):
             if key not in constants:
@@ -127,8 +134,8 @@ def _check_constants(file: Path, constants: dict) -> None:
         _check_positive(file, f"inference_config.{axis}_std", constants[f"{axis}_std"])
 
 
-def _base_config(folder: Path, name: str) -> dict:
-    """The base model's config.json, from the first of three places that has it."""
+def _base_config(folder: Path, name: str) -> tuple[Path, dict]:
+    """The base model's config.json and what it holds, from the first of three places that has it."""
     beside = folder.absolute().parent
     places = [folder / "base_config.json", beside / name / "config.json", beside / Path(name).name / "config.json"]
     file = next((place for place in places if place.is_file()), None)
@@ -147,10 +154,11 @@ def _base_config(folder: Path, name: str) -> dict:
     for key, fixed in BASE_VISION_FIXED.items():
         if vision.get(key, fixed) != fixed:
             raise ValueError(f"{file}: vision_config.{key}={vision[key]!r} is not supported, must be {fixed}")
-    return base
+    return file, base
 
 
-def _newest_checkpoint(folder: Path) -> Path:
+def newest_checkpoint(folder: Path) -> Path:
+    """The checkpoint-N of the highest N. Raises: ValueError when there is none."""
     found = {int(m.group(1)): p for p in folder.iterdir() if (m := re.fullmatch(r"checkpoint-(\d+)", p.name))}
     if not found:
         raise ValueError(f"{folder}: holds no checkpoint-N directory")
@@ -159,19 +167,21 @@ def _newest_checkpoint(folder: Path) -> Path:
 
 def _weights(checkpoint: Path) -> tuple[Path, ...]:
     """The weight files, each complete as far as its container tells."""
-    adapter, rest = checkpoint / "adapter_model.safetensors", checkpoint / "non_lora_state_dict.pth"
-    for files in ((checkpoint / "model.safetensors",), (checkpoint / "model.pth",), (adapter, rest)):
+    for names in FILES:
+        files = tuple(checkpoint / name for name in names)
         if files[0].exists():
             for file in files:
                 check_weight_file(file)
             return files
-    names = f"model.safetensors, model.pth, {adapter.name} with {rest.name}"
-    raise ValueError(f"{checkpoint}: holds no weights, looked for {names}")
+    looked_for = ", ".join(" with ".join(names) for names in FILES)
+    raise ValueError(f"{checkpoint}: holds no weights, looked for {looked_for}")
 
 
 def _check_tokenizer(file: Path) -> None:
     added = read_object(file).get("added_tokens", [])
-    known = {entry["content"] for entry in added}
+    if not isinstance(added, list):
+        raise ValueError(f"{file}: added_tokens must be a list")
+    known = {entry.get("content") for entry in added if isinstance(entry, dict)}
     for token in (*CHAT_TOKENS, *REWARD_TOKENS):
         if token not in known:
             raise ValueError(f"{file}: added_tokens must hold {token}")

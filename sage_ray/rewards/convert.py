@@ -31,7 +31,7 @@ def convert(folder: Path) -> Path:
     rows = PromptEncoder(opened.tokenizer, opened.template).rows
     network = RewardNetwork(opened.base_config, rows, config["peft_lora_config"], config["model_config"]["output_dim"])
     state = read_tensors(opened.weights)
-    match_tensors(network, state, opened.weights[-1])
+    match_tensors(network, state, opened.weights)
     embedding = state[f"{network.prefix}model.embed_tokens.weight"]
     state[f"{network.prefix}lm_head.weight"] = embedding.clone()
     partial = target.with_suffix(".partial")

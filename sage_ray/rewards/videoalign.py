@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from sage_ray.from_settings import made_from
 from sage_ray.rewards.checkpoint import RewardFolder, open_folder
 from sage_ray.rewards.network import Inputs, RewardNetwork
 from sage_ray.rewards.prompt_input import PromptEncoder
 from sage_ray.rewards.video_input import FACTOR, PATCH, ClipRules, check_clip, clip_patches
-from sage_ray.rewards.weight_files import DTYPES, read_tensors
+from sage_ray.rewards.weight_files import DTYPES, read_shapes, read_tensors
+from sage_ray.tensor_files import Shape
 from sage_ray.types import AXES
 
 MAX_BATCH = 32
@@ -40,8 +42,13 @@ class VideoAlign(nn.Module):
 
     @staticmethod
     def check(folder: str | Path) -> None:
-        """Raise ValueError naming file, key and rule when `folder` cannot be loaded; reads no tensor."""
-        open_folder(Path(folder))
+        """Raise ValueError naming file, key and rule when `folder` cannot be loaded; reads no tensor.
+
+        Only that lm_head equals the embedding is left to `load`.
+        """
+        opened = open_folder(Path(folder))
+        network, _ = _network(opened)
+        match_shapes(network, read_shapes(opened.weights), opened.weights)
 
     @staticmethod
     def load(folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> VideoAlign:
@@ -52,14 +59,8 @@ class VideoAlign(nn.Module):
         """
         opened = open_folder(Path(folder))
         trained = DTYPES[opened.config["model_config"]["torch_dtype"]]
-        prompts = PromptEncoder(opened.tokenizer, opened.template)
-        network = RewardNetwork(
-            opened.base_config,
-            prompts.rows,
-            opened.config["peft_lora_config"],
-            opened.config["model_config"]["output_dim"],
-        )
-        tensors = match_tensors(network, read_tensors(opened.weights), opened.weights[-1])
+        network, prompts = _network(opened)
+        tensors = match_tensors(network, read_tensors(opened.weights), opened.weights)
         where = {"device": torch.device(device), "dtype": dtype or trained}
         network.fill({name: tensor.to(**where, copy=True) for name, tensor in tensors.items()}, trained)
         return VideoAlign(opened, network, prompts).eval().requires_grad_(False)
@@ -131,26 +132,56 @@ class VideoAlign(nn.Module):
             self.prompts.encode(prompt)
 
 
-def match_tensors(network: RewardNetwork, state: dict[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:
-    """Parameter name -> tensor for exactly the network's parameters, from tensors under official keys.
+def _network(opened: RewardFolder) -> tuple[RewardNetwork, PromptEncoder]:
+    """The network without storage and the prompt encoder of a checked folder. Raises: ValueError naming the file."""
+    try:
+        prompts = PromptEncoder(opened.tokenizer, opened.template)
+    except Exception as error:  # the tokenizers library raises plain Exception for a file of another format
+        raise ValueError(f"{opened.tokenizer}: is not readable ({' '.join(str(error).split())})") from None
+    lora, output_dim = opened.config["peft_lora_config"], opened.config["model_config"]["output_dim"]
+    network = made_from(
+        opened.base_file, "Qwen2-VL", lambda: RewardNetwork(opened.base_config, prompts.rows, lora, output_dim)
+    )
+    return network, prompts
 
-    Raises: ValueError for a missing, unexpected or wrongly shaped key, and when lm_head differs from the input
-    embedding (upstream ties the two and would silently use lm_head's rows).
+
+def match_shapes(network: RewardNetwork, shapes: dict[str, Shape], files: tuple[Path, ...]) -> None:
+    """Raises ValueError for the first key, under official names, that is missing, unexpected or of another shape.
+
+    Args: files: where the tensors lie; the message names the one where the key belongs.
     """
     keys = network.official_names()
+    head = f"{network.prefix}lm_head.weight"
+    needed = set(keys.values()) | ({head} if len(files) == 1 else set())
+    for found, words in ((needed - shapes.keys(), "missing"), (shapes.keys() - needed - {head}, "unexpected")):
+        if found:
+            raise ValueError(f"{_home(min(found), files)}: {len(found)} keys are {words}, the first is {min(found)}")
+    expected = {keys[name]: tuple(parameter.shape) for name, parameter in network.named_parameters()}
+    if head in shapes:
+        expected[head] = expected[f"{network.prefix}model.embed_tokens.weight"]
+    for key, shape in expected.items():
+        if shapes[key] != shape:
+            raise ValueError(f"{_home(key, files)}: {key} has shape {list(shapes[key])}, must be {list(shape)}")
+
+
+def _home(key: str, files: tuple[Path, ...]) -> Path:
+    """The file that a key belongs to: an adapter's weights lie in the first of two."""
+    return files[0] if ".lora_" in key else files[-1]
+
+
+def match_tensors(
+    network: RewardNetwork, state: dict[str, torch.Tensor], files: tuple[Path, ...]
+) -> dict[str, torch.Tensor]:
+    """Parameter name -> tensor for exactly the network's parameters, from tensors under official keys.
+
+    Raises: ValueError as `match_shapes`, and when lm_head differs from the input embedding (upstream ties the two and
+    would silently use lm_head's rows).
+    """
+    match_shapes(network, {key: tuple(tensor.shape) for key, tensor in state.items()}, files)
     head, embedding = f"{network.prefix}lm_head.weight", f"{network.prefix}model.embed_tokens.weight"
-    needed = set(keys.values()) | ({head} if file.name != "non_lora_state_dict.pth" else set())
-    if missing := sorted(needed - state.keys()):
-        raise ValueError(f"{file}: {len(missing)} keys are missing, the first is {missing[0]}")
-    if unexpected := sorted(state.keys() - needed - {head}):
-        raise ValueError(f"{file}: {len(unexpected)} keys are unexpected, the first is {unexpected[0]}")
-    for name, parameter in network.named_parameters():
-        if state[keys[name]].shape != parameter.shape:
-            found = list(state[keys[name]].shape)
-            raise ValueError(f"{file}: {keys[name]} has shape {found}, must be {list(parameter.shape)}")
     if head in state and not torch.equal(state[head], state[embedding]):
-        raise ValueError(f"{file}: {head} differs from {embedding}; upstream ties them, so they must be equal")
-    return {name: state[key] for name, key in keys.items()}
+        raise ValueError(f"{files[-1]}: {head} differs from {embedding}; upstream ties them, so they must be equal")
+    return {name: state[key] for name, key in network.official_names().items()}
 
 
 class VideoAlignScorer:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import struct
 import zipfile
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file
 
+from sage_ray.tensor_files import Shape, only_dtype, read_header
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 """model_config.torch_dtype -> dtype."""
+FILES = (("model.safetensors",), ("model.pth",), ("adapter_model.safetensors", "non_lora_state_dict.pth"))
+"""Names of the weight files of a checkpoint; the first set that is there is loaded."""
+STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""dtype -> safetensors' name."""
+UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError)
+"""What torch raises for a .pth that holds something else or is damaged inside."""
+Value = TypeVar("Value")
 
 
 def check_weight_file(file: Path) -> None:
@@ -25,27 +33,9 @@ def check_weight_file(file: Path) -> None:
     if file.stat().st_size == 0:
         raise ValueError(f"{file}: the weight file is empty")
     if file.suffix == ".safetensors":
-        _check_safetensors(file)
+        read_header(file)
     else:
         _check_torch_zip(file)
-
-
-def _check_safetensors(file: Path) -> None:
-    """The length must be what the header says."""
-    size_bytes = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size_bytes
-        if 8 + header_bytes > size_bytes:
-            raise ValueError(f"{file}: cut off, {size_bytes} bytes end inside the safetensors header")
-        text = stream.read(header_bytes)
-    try:
-        entries = {key: entry for key, entry in json.loads(text).items() if key != "__metadata__"}
-        data_bytes = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"{file}: not a readable safetensors header ({error!r})") from None
-    if size_bytes != 8 + header_bytes + data_bytes:
-        raise ValueError(f"{file}: cut off, {size_bytes} bytes, its header says {8 + header_bytes + data_bytes}")
 
 
 def _check_torch_zip(file: Path) -> None:
@@ -64,16 +54,37 @@ def _check_torch_zip(file: Path) -> None:
         raise ValueError(f"{file}: cut off, {file.stat().st_size} bytes, its entries need {end_bytes}")
 
 
+def read_shapes(files: tuple[Path, ...]) -> dict[str, Shape]:
+    """Shapes of all tensors under the names that `read_tensors` gives them; a .pth is mapped, its numbers are not read.
+
+    Raises: ValueError as `read_tensors`, also for a file whose tensors are of several dtypes.
+    """
+    parts = []
+    for file in files:
+        if file.suffix == ".safetensors":
+            entries = read_header(file).tensors
+            only_dtype(file, {key: entry.dtype for key, entry in entries.items()})
+            parts.append({key: entry.shape for key, entry in entries.items()})
+        else:
+            tensors = _read(file)
+            only_dtype(file, {key: STORED.get(tensor.dtype, str(tensor.dtype)) for key, tensor in tensors.items()})
+            parts.append({key: tuple(tensor.shape) for key, tensor in tensors.items()})
+    return _joined(files, parts)
+
+
 def read_tensors(files: tuple[Path, ...]) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint under the names of a full PEFT state dict, mapped from disk where possible.
 
     Args: files: (model.safetensors,), (model.pth,) or (adapter_model.safetensors, non_lora_state_dict.pth).
     Raises: ValueError for a file that is not a plain dictionary of tensors, or a name in both files.
     """
-    if len(files) == 1:
-        return _read(files[0])
-    adapter = {_with_adapter_name(key): tensor for key, tensor in _read(files[0]).items()}
-    rest = _read(files[1])
+    return _joined(files, [_read(file) for file in files])
+
+
+def _joined(files: tuple[Path, ...], parts: list[dict[str, Value]]) -> dict[str, Value]:
+    if len(parts) == 1:
+        return parts[0]
+    adapter, rest = {_with_adapter_name(key): value for key, value in parts[0].items()}, parts[1]
     if both := sorted(adapter.keys() & rest.keys()):
         raise ValueError(f"{files[1]}: key {both[0]} is also in {files[0].name}")
     return adapter | rest
@@ -84,7 +95,7 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
         return load_file(file)
     try:
         tensors = torch.load(file, "cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
+    except UNREADABLE as error:
         raise ValueError(f"{file}: must hold tensors only, loading it as weights failed") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise ValueError(f"{file}: must hold a dictionary of tensors")

@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 
 from sage_ray.config import Config, ConfigError
 from sage_ray.config_files import CONFIG_FILES, PIPELINE, WEIGHTS, check_files, check_output_dir, check_pipeline
+from tests.conftest import POLICY
 
 
 def write_json(file: Path, content: object) -> None:
@@ -36,9 +37,16 @@ def pipeline(tmp_path) -> Path:
 
 
 @pytest.fixture
-def config(tmp_path, pipeline) -> Config:
+def small_world(tmp_path) -> Path:
+    """A copy of the shipped policy, whose tensors are its classes'."""
+    return Path(shutil.copytree(POLICY, tmp_path / "small_world"))
+
+
+@pytest.fixture
+def config(tmp_path, small_world) -> Config:
     config = Config(output_dir=str(tmp_path / "run"))
-    config.model.path = str(pipeline)
+    config.model.path = str(small_world)
+    config.sampling.num_frames, config.sampling.height, config.sampling.width = 9, 32, 32
     return config
 
 
@@ -130,20 +138,26 @@ def test_index_without_weight_map(pipeline):
     ("key", "value", "rule"),
     [
         ("num_frames", 80, "num_frames - 1 must be a multiple of 4, the temporal ratio in "),
-        ("height", 470, "must be a multiple of 16, the spatial ratio in "),
-        ("width", 840, "must be a multiple of 16, the spatial ratio in "),
+        ("height", 470, "must be a multiple of 8, the spatial ratio in "),
+        ("width", 841, "must be a multiple of 8, the spatial ratio in "),
     ],
 )
-def test_video_size_must_suit_the_vae(config, pipeline, key, value, rule):
+def test_video_size_must_suit_the_vae(config, small_world, key, value, rule):
     setattr(config.sampling, key, value)
     with pytest.raises(ConfigError) as caught:
         check_files(config)
-    assert str(caught.value) == f"sampling.{key}={value}: {rule}{pipeline / 'vae' / 'config.json'}"
+    assert str(caught.value) == f"sampling.{key}={value}: {rule}{small_world / 'vae' / 'config.json'}"
 
 
-def test_vae_without_ratio(config, pipeline):
-    write_json(pipeline / "vae" / "config.json", {})
-    with pytest.raises(ConfigError, match="must hold temporal_compression_ratio, a positive int"):
+def test_vae_without_ratio(config, small_world):
+    file = small_world / "vae" / "config.json"
+    content = json.loads(file.read_text())
+    write_json(file, content | {"temporal_compression_ratio": 0})
+    with pytest.raises(ConfigError, match=f"{file}: makes no AutoencoderKLHunyuanVideo15"):
+        check_files(config)
+    del content["temporal_compression_ratio"]
+    write_json(file, content)
+    with pytest.raises(ConfigError, match=f"{file}: key temporal_compression_ratio is missing"):
         check_files(config)
 
 

@@ -249,7 +249,7 @@ def sharded_agree(rank: int, world: int) -> None:
     plain, model = adapted(rank=3), adapted(rank=3)
     model.transformer.gradient_checkpointing = True
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
-    shard(model, world)
+    shard(model, world, "cpu")
     for index in range(world):
         (plain(*inputs(index)).square().mean() / world).backward()
     model(*inputs(rank)).square().mean().backward()
@@ -262,7 +262,7 @@ def sharded_agree(rank: int, world: int) -> None:
     unsharded = adapted(rank=3, dtype=BF16)
     worker.requires_grad_(False)
     learner.transformer.gradient_checkpointing = True
-    shard(learner, world)
+    shard(learner, world, "cpu")
     optimizer = torch.optim.AdamW([p for p in learner.parameters() if p.requires_grad], 1e-2)
     learner_output = learner(*inputs(rank))
     assert torch.equal(learner_output.detach(), output(worker, rank))

@@ -25,8 +25,9 @@ from sage_ray.models.official_config import scheduler_to_official, transformer_t
 from sage_ray.models.official_layout import convert, recognise
 from sage_ray.models.official_text import COLORS, FONTS, GLYPH, glyph_tokens
 from sage_ray.models.policy_folder import find_policy
-from sage_ray.models.tensor_files import TensorFiles, write_tensors
+from sage_ray.models.tensor_files import write_tensors
 from sage_ray.shapes.pipeline import word_tokenizer
+from sage_ray.tensor_files import TensorFiles
 from tests.conftest import POLICY
 from tests.models.test_official_keys import SMALL, SMALL_VAE, blank, random_state, same_bits
 
@@ -298,9 +299,9 @@ def test_unknown_missing_and_doubled_tensors_are_named(official, tmp_path) -> No
     save_file({**state, "extra.weight": torch.zeros(1)}, last)
     refuse(copy, out, f"{STEM}.safetensors.index.json: key extra.weight is not listed")
     save_file({key: value for key, value in state.items() if key != "final_layer.linear.bias"}, last)
-    refuse(copy, out, "key final_layer.linear.bias is in none of the shards")
+    refuse(copy, out, f"{last}: must hold final_layer.linear.bias, as {STEM}.safetensors.index.json says")
     last.write_bytes(kept[:-1])
-    refuse(copy, out, f"{last}: cannot be read")
+    refuse(copy, out, f"{last}: half-written")
     last.write_bytes(kept)
     vae = copy / f"vae/{STEM}.safetensors"
     save_file({**load_file(vae), "encoder.quant_conv.weight": torch.zeros(1)}, vae)

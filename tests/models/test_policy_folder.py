@@ -111,7 +111,7 @@ def test_what_is_no_policy_or_half_written_is_named(tmp_path) -> None:
     assert f"must hold {FILE}" in refusal(full)
     weights = tmp_path / "kept" / WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-1])
-    assert f"{weights}: cannot be read" in refusal(tmp_path / "kept")
+    assert f"{weights}: half-written" in refusal(tmp_path / "kept")
     weights.unlink()
     assert f"{weights}: the file does not exist" in refusal(tmp_path / "kept")
 
@@ -164,7 +164,7 @@ def test_an_adapter_that_does_not_fit_the_base_is_named(tmp_path) -> None:
     assert f"{path}: {key} is (2, 63), rank 2" in refused(state | {key: state[key][:, :63].contiguous()})
     assert f"{path}: {key} is missing" in refused({k: v for k, v in state.items() if k != key})
     assert "stranger.lora_A.weight is (2, 2)" in refused(
-        state | {"transformer.stranger.lora_A.weight": torch.ones(2, 2)}
+        state | {f"transformer.stranger.lora_{half}.weight": torch.ones(2, 2) for half in "AB"}
     )
     assert "is (2, 64), rank 3" in refused(state, r=3)
     assert "use_rslora=True, which cannot be merged" in refused(state, use_rslora=True)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from sage_ray.rewards import checkpoint
 from sage_ray.rewards.videoalign import VideoAlign
@@ -139,7 +140,8 @@ def test_cut_off_weights_are_found(tmp_path, name, keep):
     folder = write_golden(tmp_path / "VideoReward", weights_file=name)
     file = folder / "checkpoint-11352" / name
     file.write_bytes(file.read_bytes()[:keep])
-    refuses(folder, str(file), "is empty" if keep == 0 else "cut off")
+    rule = {"model.pth": "cut off", "model.safetensors": "half-written"}[name]
+    refuses(folder, str(file), "is empty" if keep == 0 else rule)
 
 
 def test_tokenizer_without_reward_tokens(folder):
@@ -148,3 +150,30 @@ def test_tokenizer_without_reward_tokens(folder):
     content["added_tokens"] = content["added_tokens"][:-1]
     file.write_text(json.dumps(content))
     refuses(folder, "tokenizer.json", "<|TA_reward|>")
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (None, "1 keys are missing, the first is base_model.model.rm_head.weight"),
+        (torch.ones(2, 3), "rm_head.weight has shape [2, 3], must be"),
+        (torch.ones(3, 64, dtype=torch.float64), "rm_head.weight is torch.float64, must be one of F32, BF16, F16"),
+    ],
+)
+def test_tensors_are_compared_with_the_network_before_loading(folder, change, rule):
+    state = torch.load(folder / PTH, weights_only=True)
+    edited = {key: tensor for key, tensor in state.items() if not key.endswith("rm_head.weight")}
+    if change is not None:
+        edited["base_model.model.rm_head.weight"] = change
+    torch.save(edited, folder / PTH)
+    refuses(folder, str(folder / PTH), rule)
+
+
+@pytest.mark.parametrize("entry", [["model_name_or_path", 3], ["model_name_or_path", ""]])
+def test_a_base_without_a_name_is_refused(folder, entry):
+    edit_json(folder / "model_config.json", "model_config", entry[0], value=entry[1])
+    refuses(folder, "model_config.json", "must be a name")
+
+
+def test_a_folder_that_is_still_written_is_refused(folder):
+    refuses(folder.rename(folder.with_name("VideoReward.partial")), "half written")
