@@ -155,12 +155,12 @@ def test_a_run_that_breaks_names_version_and_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_run_that_cannot_start_is_one_line(tmp_path: Path) -> None:
-    """A reward checkpoint whose tensor has another shape: only loading can see it."""
+    """A reward checkpoint whose lm_head differs from its embedding: only loading can see it, headers are alike."""
     folder = copied(tmp_path, "reward/VideoReward")
     file = folder / "checkpoint-1" / "model.safetensors"
     tensors = load_file(file)
-    name = "base_model.model.rm_head.weight"
-    save_file(tensors | {name: tensors[name][:, :-1].contiguous()}, file)
+    name = "base_model.model.lm_head.weight"
+    save_file(tensors | {name: tensors[name] + 1}, file)
     output = tmp_path / "run"
     done = launch("train", f"output_dir={output}", f"reward.path={folder}", "evaluation.num_prompts=0", *SMALL)
     assert done.returncode == 1, done.stdout + done.stderr
