@@ -133,8 +133,8 @@ def run_plan(parsed: argparse.Namespace, overrides: list[str]) -> int:
 
 WITHOUT_CONFIG = {
     "export": "sage_ray.export",
-    "convert": "sage_ray.models.official_layout",
-    "fetch": "sage_ray.fetch",
+    "convert": "sage_ray.models.official.layout",
+    "fetch": "sage_ray.fetch.command",
 }
 """Commands about folders: the module that knows their options and does the work."""
 

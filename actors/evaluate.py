@@ -17,7 +17,7 @@ from actors.scored_rollouts import ScoredRollouts
 from actors.stop import ENDS, RunStoppedError, reason
 from sage_ray.checks import CheckedRun
 from sage_ray.config import Config, ConfigError, LoraConfig
-from sage_ray.config_load import to_yaml
+from sage_ray.config_load import open_output
 from sage_ray.evaluation import EvaluatedPolicy
 from sage_ray.evaluation_report import comparison_report
 from sage_ray.evaluation_rows import EvaluationRow, evaluation_rows
@@ -53,9 +53,7 @@ def evaluate(run: CheckedRun, policies: Sequence[NamedPolicy]) -> None:
 def _place(config: Config, progress: Progress) -> ScoredRollouts:
     """Place the actors. Workers take whole weights: adapters are merged before they are published."""
     layout = plan_layout(config, ray.cluster_resources().get("GPU", 0), num_ranks=0)
-    output = Path(config.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "config.yaml").write_text(to_yaml(config), "utf-8")
+    open_output(config)
     progress.message(
         f"starting {config.rollout.num_workers} rollout and {config.reward.num_workers} reward actors "
         f"on {layout.device}"

@@ -14,7 +14,7 @@ from actors.evaluator import Evaluator
 from actors.stop import ENDS, RunStoppedError, reason
 from sage_ray.checks import CheckedRun
 from sage_ray.config import ConfigError
-from sage_ray.config_load import to_yaml
+from sage_ray.config_load import open_output
 from sage_ray.evaluation import EvaluatedPolicy, evaluation_metrics
 from sage_ray.evaluation_report import training_report
 from sage_ray.evaluation_rows import EvaluationRow, evaluation_rows
@@ -45,9 +45,7 @@ def _place(run: CheckedRun, progress: Progress) -> Controller:
     """Place all actors; the output folder appears once the layout is known to fit."""
     config = run.config
     layout = plan_layout(config, ray.cluster_resources().get("GPU", 0))
-    output = Path(config.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "config.yaml").write_text(to_yaml(config), "utf-8")
+    open_output(config)
     progress.message(
         f"starting {config.rollout.num_workers} rollout, {config.reward.num_workers} reward and "
         f"{config.learner.num_ranks} learner actors on {layout.device}"

@@ -39,12 +39,6 @@ WEIGHTS = {
 """Component folder -> its weights; beside it `<name>.index.json` when they are sharded."""
 
 
-def check_files(config: Config) -> None:
-    """Checks output_dir and model.path. Raises: ConfigError naming the key, the file and the rule."""
-    check_output_dir(Path(config.output_dir))
-    check_model(config)
-
-
 def check_model(config: Config) -> None:
     """Checks that model.path will load as what it says it is, and that the video's size suits its VAE.
 

@@ -51,6 +51,14 @@ def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
         raise ConfigError(f"{error.full_key}: {_first_line(error)}") from error
 
 
+def open_output(config: Config) -> Path:
+    """The run's folder, made when missing, with the resolved configuration in it."""
+    output = Path(config.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "config.yaml").write_text(to_yaml(config), "utf-8")
+    return output
+
+
 def to_yaml(config: Config) -> str:
     """The complete resolved configuration; `load_config` of this text gives an equal Config."""
     return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from sage_ray import fetch_manifest as manifest
 from sage_ray.config_files import PIPELINE, WEIGHTS
+from sage_ray.fetch import manifest
 from sage_ray.json_object import read_object
 from sage_ray.models.adapter_file import FILE, PREFIX, check_adapter
-from sage_ray.models.official_layout import PROGRAM_ONLY, recognise
+from sage_ray.models.official.layout import PROGRAM_ONLY, recognise
 from sage_ray.rewards.checkpoint import newest_checkpoint
 from sage_ray.rewards.weight_files import FILES, read_shapes
 from sage_ray.tensor_files import TensorFiles, refuse_partial

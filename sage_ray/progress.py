@@ -55,8 +55,9 @@ class Progress:
         left_s = per_iteration_s * (self.num_iterations - i)
         parts = [f"iteration {i}/{self.num_iterations}", *self._values(metrics)]
         parts += [f"{name} {seconds:.1f} s" for name, seconds in self._seconds.items()]
-        rate = f"{60 / per_iteration_s:.1f} iterations/min" if per_iteration_s > 0 else ""
-        self.message("  ".join([*parts, rate, f"ETA {duration(left_s)}"]))
+        if per_iteration_s > 0:
+            parts.append(f"{60 / per_iteration_s:.1f} iterations/min")
+        self.message("  ".join([*parts, f"ETA {duration(left_s)}"]))
         self._seconds.clear()
 
     def message(self, text: str) -> None:

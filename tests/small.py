@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from sage_ray.config import Config
 from sage_ray.config_load import load_config
+from sage_ray.models.hunyuan_video import PackedVelocity
+from sage_ray.models.streamed import load_transformer
 
 ROOT = Path(__file__).parents[1]
+
+
+def load_velocity(folder: Path, dtype: torch.dtype, device: str) -> PackedVelocity:
+    """The transformer of a pipeline directory with float32 master weights, in one process and unsharded."""
+    return PackedVelocity(load_transformer(folder / "transformer", torch.float32, device), dtype)
 
 
 def small_config(tmp_path: Path, overrides: Sequence[str] = ()) -> Config:

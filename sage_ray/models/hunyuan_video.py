@@ -188,11 +188,6 @@ def guided_velocity(
     return unconditional + guidance_scale * (conditional - unconditional)
 
 
-def load_velocity(folder: Path, dtype: torch.dtype, device: torch.device | str) -> PackedVelocity:
-    """The transformer of a pipeline directory with float32 master weights, in one process."""
-    return PackedVelocity(load_transformer(Path(folder) / "transformer", torch.float32, device), dtype)
-
-
 def align(module: nn.Module) -> None:
     """Give every parameter and buffer fresh, aligned storage: safetensors gives views at odd addresses, for which CPU
     kernels differ."""

@@ -23,7 +23,6 @@ from sage_ray.models.streamed import STEM, load_transformer
 from sage_ray.tensor_files import TensorFiles, refuse_partial
 
 WEIGHTS = f"{STEM}.safetensors"
-INDEX = f"{WEIGHTS}.index.json"
 CLASS = HunyuanVideo15Transformer3DModel.__name__
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 """safetensors' names."""

@@ -16,7 +16,6 @@ from actors.pools import LearnerGroup, RolloutPool
 from actors.rollout_worker import RolloutWorker
 from sage_ray.config import total_optimizer_steps
 from sage_ray.group_batch import GroupBatch, ReplayRules
-from sage_ray.models.hunyuan_video import load_velocity
 from sage_ray.parallel import local_shards
 from sage_ray.policy_update import PolicyUpdate
 from sage_ray.schedule import sigma_grid
@@ -24,7 +23,7 @@ from sage_ray.training_schedule import training_schedule
 from sage_ray.types import GroupRequest, Prompt
 from sage_ray.weights import unpack
 from tests.conftest import POLICY
-from tests.small import small_config
+from tests.small import load_velocity, small_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 CPU = Layout("cpu", 0, 0, 0)

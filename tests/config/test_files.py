@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from sage_ray.config import Config, ConfigError
-from sage_ray.config_files import CONFIG_FILES, PIPELINE, WEIGHTS, check_files, check_output_dir, check_pipeline
+from sage_ray.config_files import CONFIG_FILES, PIPELINE, WEIGHTS, check_model, check_output_dir, check_pipeline
 from tests.conftest import POLICY
 
 
@@ -57,7 +57,7 @@ def refusal(folder: Path) -> str:
 
 
 def test_complete(config):
-    check_files(config)
+    check_model(config)
 
 
 @pytest.mark.parametrize(("component", "file"), CONFIG_FILES.items())
@@ -145,7 +145,7 @@ def test_index_without_weight_map(pipeline):
 def test_video_size_must_suit_the_vae(config, small_world, key, value, rule):
     setattr(config.sampling, key, value)
     with pytest.raises(ConfigError) as caught:
-        check_files(config)
+        check_model(config)
     assert str(caught.value) == f"sampling.{key}={value}: {rule}{small_world / 'vae' / 'config.json'}"
 
 
@@ -154,11 +154,11 @@ def test_vae_without_ratio(config, small_world):
     content = json.loads(file.read_text())
     write_json(file, content | {"temporal_compression_ratio": 0})
     with pytest.raises(ConfigError, match=f"{file}: makes no AutoencoderKLHunyuanVideo15"):
-        check_files(config)
+        check_model(config)
     del content["temporal_compression_ratio"]
     write_json(file, content)
     with pytest.raises(ConfigError, match=f"{file}: key temporal_compression_ratio is missing"):
-        check_files(config)
+        check_model(config)
 
 
 def test_output_dir(tmp_path):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from sage_ray.folder_report import describe_policy, describe_reward
-from sage_ray.models.official_layout import recognise
+from sage_ray.models.official.layout import recognise
 from tests.conftest import POLICY, REWARD
 from tests.models.test_lora import adapted
 from tests.models.test_policy_folder import changed, checkpoint

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import huggingface_hub.constants
 import pytest
 
-from sage_ray import fetch_transfer
+from sage_ray.fetch import transfer
 from tests.data_files.fake_hub import PIPELINE, REPO, FakeHub
 
 
@@ -20,7 +20,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
-    monkeypatch.setattr(fetch_transfer, "ATTEMPTS", 3)
-    monkeypatch.setattr(fetch_transfer, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(transfer, "ATTEMPTS", 3)
+    monkeypatch.setattr(transfer, "FIRST_WAIT_S", 0.01)
     yield server
     server.close()

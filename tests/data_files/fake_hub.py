@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from sage_ray import fetch
+from sage_ray.fetch import command as fetch
 from tests.conftest import POLICY
 
 REPO = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"

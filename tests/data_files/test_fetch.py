@@ -12,7 +12,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from sage_ray import fetch_transfer
+from sage_ray.fetch import transfer
 from tests.conftest import ROOT
 from tests.data_files.fake_hub import COMMIT, PIPELINE, REPO, FakeHub, Fault, files, run
 
@@ -74,7 +74,7 @@ def test_gives_up_and_the_next_call_goes_on(hub: FakeHub, tmp_path: Path) -> Non
     hub.faults[cdn(BIG)] = Fault(times=1, cut_after=1000)
     run_until = hub.faults[cdn(BIG)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fetch_transfer, "ATTEMPTS", 1)
+        patch.setattr(transfer, "ATTEMPTS", 1)
         with pytest.raises(ValueError, match=rf"{BIG}: got no further in 1 attempts.*the same command goes on"):
             run(tmp_path)
     assert run_until.times == 0 and not (tmp_path / FOLDER / BIG).exists()
@@ -213,7 +213,7 @@ def test_two_processes_and_a_killed_one(hub: FakeHub, tmp_path: Path) -> None:
     hub.faults[cdn(BIG)] = Fault(bytes_per_s=SIZE // 20)
     program = (
         "import os, argparse; os.environ.setdefault('HF_HUB_OFFLINE', '1')\n"
-        "from sage_ray import fetch; parser = argparse.ArgumentParser(); fetch.add_arguments(parser)\n"
+        "from sage_ray.fetch import command as fetch; parser = argparse.ArgumentParser(); fetch.add_arguments(parser)\n"
         f"fetch.run(parser.parse_args(['policy', '--to', {str(tmp_path)!r}]))"
     )
     first = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)

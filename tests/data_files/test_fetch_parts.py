@@ -9,8 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from sage_ray import fetch_files
-from sage_ray import fetch_manifest as manifest
+from sage_ray.fetch import files as disk
+from sage_ray.fetch import manifest
 from tests.conftest import REWARD, ROOT
 from tests.data_files.fake_hub import FakeHub, files, run
 
@@ -103,7 +103,7 @@ def test_the_known_template_is_the_one_the_reward_asks_for() -> None:
     content = copy.read_bytes()
     assert len(content) == manifest.TEMPLATE_VARIABLE.num_bytes
     source = f"{manifest.TEMPLATE_VARIABLE.name} = {content.decode()!r}".encode()
-    assert fetch_files.take(source, manifest.TEMPLATE_VARIABLE, "copy") == content
+    assert disk.take(source, manifest.TEMPLATE_VARIABLE, "copy") == content
 
 
 def test_brings_prompts_and_the_official_layout(hub: FakeHub, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -9,12 +9,12 @@ import torch
 from sage_ray.config import KLConfig, LossConfig, OptimizerConfig
 from sage_ray.equalizer import equalizer_scales
 from sage_ray.group_batch import ReplayRules
-from sage_ray.models.hunyuan_video import load_velocity
 from sage_ray.models.lora import add_lora
 from sage_ray.policy_update import PolicyUpdate
 from sage_ray.transition import coefficients, gaussian_kl
 from tests.conftest import POLICY
 from tests.learner.test_policy_update import SIGMAS, batch, request, worker  # noqa: F401  (worker is a fixture)
+from tests.small import load_velocity
 
 ADAMW = {"name": "adamw", "beta1": 0.9, "learning_rate": 1e-3}
 

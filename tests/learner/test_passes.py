@@ -9,12 +9,12 @@ import torch
 
 from sage_ray.config import KLConfig, LossConfig, OptimizerConfig
 from sage_ray.group_batch import GroupBatch, ReplayRules
-from sage_ray.models.hunyuan_video import load_velocity
 from sage_ray.policy_update import PolicyUpdate
 from sage_ray.transition import RULES
 from sage_ray.types import Condition, GroupRequest, Prompt
 from tests.conftest import POLICY
 from tests.learner.test_policy_update import request, worker  # noqa: F401  (worker is a fixture)
+from tests.small import load_velocity
 
 TEXTS = ("a small red circle moves left slowly on a gray background", "a red circle", "a blue square moves up")
 

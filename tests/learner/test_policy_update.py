@@ -8,13 +8,12 @@ import torch
 
 from sage_ray.config import KLConfig, LossConfig, OptimizerConfig
 from sage_ray.group_batch import GroupBatch, ReplayRules, count_pairs, split_groups
-from sage_ray.models.hunyuan_video import load_velocity
 from sage_ray.policy_update import DisagreementError, NonFiniteError, PolicyUpdate
 from sage_ray.references import ReferenceBank
 from sage_ray.schedule import sigma_grid
 from sage_ray.types import GroupRequest, Prompt, Trajectory
 from tests.conftest import POLICY
-from tests.small import small_config
+from tests.small import load_velocity, small_config
 
 PROMPT = Prompt(0, "a small red circle moves left slowly on a gray background")
 SIGMAS = tuple(map(float, sigma_grid(6, 3.0)))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from diffusers import HunyuanVideo15Pipeline
 from torch.distributed.fsdp import FSDPModule
 
-from sage_ray.models.hunyuan_video import PackedVelocity, align, load_velocity
+from sage_ray.models.hunyuan_video import PackedVelocity, align
 from sage_ray.models.lora import (
     FILE,
     adapted_layers,
@@ -23,6 +23,7 @@ from sage_ray.models.lora import (
 from sage_ray.parallel import reshard, shard, start_process_group
 from sage_ray.weights import pack, unpack
 from tests.conftest import POLICY
+from tests.small import load_velocity
 
 BF16, FP32 = torch.bfloat16, torch.float32
 REFINER = "context_embedder.token_refiner.refiner_blocks.0."

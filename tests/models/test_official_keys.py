@@ -8,9 +8,10 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DMo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sage_ray.models.official_config import transformer_to_official
-from sage_ray.models.official_keys import check_keys, rules, to_diffusers, to_official
+from sage_ray.models.official.config import transformer_to_official
+from sage_ray.models.official.keys import check_keys, rules
 from tests.models import official_forward
+from tests.models.official_states import to_diffusers, to_official
 
 SMALL = {
     "in_channels": 9,

@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from sage_ray.config_files import check_pipeline
-from sage_ray.models import official_layout
-from sage_ray.models.official_config import scheduler_to_official, transformer_to_official, vae_to_official
-from sage_ray.models.official_layout import convert, recognise
-from sage_ray.models.official_text import COLORS, FONTS, GLYPH, glyph_tokens
+from sage_ray.models.official import layout as official_layout
+from sage_ray.models.official.config import scheduler_to_official, transformer_to_official, vae_to_official
+from sage_ray.models.official.layout import convert, recognise
+from sage_ray.models.official.text import COLORS, FONTS, GLYPH, glyph_tokens
 from sage_ray.models.policy_folder import find_policy
 from sage_ray.models.tensor_files import write_tensors
 from sage_ray.shapes.pipeline import word_tokenizer

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sage_ray.models.lora import FILE, METADATA, save_adapter
-from sage_ray.models.policy_folder import INDEX, WEIGHTS, PolicyFolder, find_policy, load_policy
+from sage_ray.models.policy_folder import WEIGHTS, PolicyFolder, find_policy, load_policy
 from tests.conftest import POLICY
 from tests.models.test_lora import BF16, FP32, adapted
 
@@ -65,7 +65,7 @@ def test_a_transformer_is_loaded_bit_by_bit_sharded_or_not(tmp_path, dtype) -> N
     policy = changed()
     expected = {name: tensor.to(dtype) for name, tensor in policy.state_dict().items()}
     policy.save_pretrained(tmp_path / "sharded", max_shard_size="3MB")
-    assert (tmp_path / "sharded" / INDEX).is_file()
+    assert (tmp_path / "sharded" / f"{WEIGHTS}.index.json").is_file()
     for folder in (checkpoint(tmp_path / "whole", policy), tmp_path / "sharded"):
         loaded = load_policy(find_policy(folder), POLICY, dtype)
         assert same_bits(loaded.state_dict(), expected) and not loaded.training

@@ -7,9 +7,10 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 
 from sage_ray.models.condition import condition_tensors
-from sage_ray.models.hunyuan_video import guided_velocity, load_velocity
+from sage_ray.models.hunyuan_video import guided_velocity
 from sage_ray.schedule import timestep
 from tests.conftest import POLICY
+from tests.small import load_velocity
 
 PROMPTS = ("a small red circle moves left slowly on a gray background", "a red circle")
 

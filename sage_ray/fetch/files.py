@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from sage_ray.fetch_manifest import Variable, Wanted
+from sage_ray.fetch.manifest import Variable, Wanted
 
 STATE = ".fetch"
 """Below the target folder: partial files and the lock."""

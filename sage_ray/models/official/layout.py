@@ -22,9 +22,9 @@ from pathlib import Path
 
 from sage_ray.config_files import CONFIG_FILES, PIPELINE, WEIGHTS
 from sage_ray.json_object import read_object
-from sage_ray.models import official_config as configs
-from sage_ray.models.official_parts import STEM, to_diffusers_steps, to_official_steps
-from sage_ray.models.official_text import COLORS, FONTS, GLYPH
+from sage_ray.models.official import config as configs
+from sage_ray.models.official.parts import STEM, to_diffusers_steps, to_official_steps
+from sage_ray.models.official.text import COLORS, FONTS, GLYPH
 
 NEEDED = (
     "vae/config.json",

@@ -23,7 +23,7 @@ from huggingface_hub import HfApi, constants, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-from sage_ray.fetch_manifest import KNOWN, CodeFile, HubFiles, Wanted
+from sage_ray.fetch.manifest import KNOWN, CodeFile, HubFiles, Wanted
 from sage_ray.rewards.remote import check_token
 
 ATTEMPTS = 6

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from importlib.metadata import version as installed
 from typing import Any
 
-from sage_ray.models.official_keys import TRANSFORMER, VAE
-from sage_ray.models.official_rows import Shape
+from sage_ray.models.official.keys import TRANSFORMER, VAE
+from sage_ray.models.official.rows import Shape
 
 OFFICIAL_TRANSFORMER = "HunyuanVideo_1_5_DiffusionTransformer"
 OFFICIAL_VAE = "AutoencoderKLConv3D"

@@ -18,11 +18,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from sage_ray import fetch_files as disk
-from sage_ray import fetch_manifest as manifest
 from sage_ray.config_files import check_pipeline
 from sage_ray.data.prompts import read_prompts
-from sage_ray.fetch_manifest import Wanted
+from sage_ray.fetch import files as disk
+from sage_ray.fetch import manifest
+from sage_ray.fetch.manifest import Wanted
 from sage_ray.rewards.checkpoint import open_folder
 
 
@@ -89,7 +89,7 @@ def _go_online() -> None:
 
 def _listed(arguments: argparse.Namespace, what: tuple[str, ...], has_template: bool, console: Console) -> list[Wanted]:
     """Every file to have, by what the repositories list now."""
-    from sage_ray import fetch_transfer
+    from sage_ray.fetch import transfer
 
     sources = {
         "policy": manifest.policy(arguments.layout, arguments.version),
@@ -101,9 +101,9 @@ def _listed(arguments: argparse.Namespace, what: tuple[str, ...], has_template: 
     for source in (source for part in what for source in sources[part]):
         if isinstance(source, manifest.CodeFile):
             if not (source.variable and has_template):
-                wanted.append(fetch_transfer.code_file(source))
+                wanted.append(transfer.code_file(source))
             continue
-        commit, found = fetch_transfer.hub_files(source, arguments.revision if source.repo in own else None)
+        commit, found = transfer.hub_files(source, arguments.revision if source.repo in own else None)
         console.print(f"{source.repo} at {commit[:12]}: {len(found)} files", markup=False)
         wanted += found
     return wanted
@@ -146,11 +146,11 @@ def _fetch(missing: list[Wanted], to: Path, console: Console) -> None:
 
 
 def _fetch_one(file: Wanted, to: Path, told: Callable[[int], None]) -> None:
-    from sage_ray import fetch_transfer
+    from sage_ray.fetch import transfer
 
     partial = disk.partial(to, file)
     try:
-        fetch_transfer.download(file, partial, told)
+        transfer.download(file, partial, told)
     except ValueError as error:
         hint = "; or give a copy of this file with --template" if file.variable else ""
         raise ValueError(f"{error}{hint}") from error
@@ -177,7 +177,7 @@ def _checked(part: str, arguments: argparse.Namespace, to: Path) -> str:
     if arguments.layout == "diffusers":
         check_pipeline(folder)
         return f"{folder}: complete, for model.path"
-    from sage_ray.models.official_layout import PROGRAM_ONLY, recognise
+    from sage_ray.models.official.layout import PROGRAM_ONLY, recognise
 
     lacks = [file for file in recognise(folder).missing if "Glyph" not in file and file not in PROGRAM_ONLY]
     if lacks:

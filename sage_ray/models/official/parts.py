@@ -10,9 +10,9 @@ from diffusers import ClassifierFreeGuidance, FlowMatchEulerDiscreteScheduler
 
 from sage_ray.config_files import CONFIG_FILES, PIPELINE
 from sage_ray.json_object import read_object
-from sage_ray.models import official_config as configs
-from sage_ray.models.official_keys import check_keys, rules
-from sage_ray.models.official_text import Write, byt5_to_diffusers, llm_to_diffusers, text_to_official
+from sage_ray.models.official import config as configs
+from sage_ray.models.official.keys import check_keys, rules
+from sage_ray.models.official.text import Write, byt5_to_diffusers, llm_to_diffusers, text_to_official
 from sage_ray.models.tensor_files import write_tensors
 from sage_ray.tensor_files import TensorFiles
 
