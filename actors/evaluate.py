@@ -21,7 +21,7 @@ from sage_ray.config_load import open_output
 from sage_ray.evaluation import EvaluatedPolicy
 from sage_ray.evaluation_report import comparison_report
 from sage_ray.evaluation_rows import EvaluationRow, evaluation_rows
-from sage_ray.models.hunyuan_video import TORCH_DTYPES, PackedVelocity
+from sage_ray.models.packed_velocity import TORCH_DTYPES, PackedVelocity
 from sage_ray.models.policy_folder import load_policy
 from sage_ray.policies import NamedPolicy, folder_name
 from sage_ray.progress import Progress

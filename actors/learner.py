@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from sage_ray.config import Config, total_optimizer_steps
 from sage_ray.group_batch import GroupBatch, ReplayRules, count_pairs
-from sage_ray.models.hunyuan_video import TORCH_DTYPES
 from sage_ray.models.lora import adapter_state, save_adapter
+from sage_ray.models.packed_velocity import TORCH_DTYPES
 from sage_ray.parallel import load_sharded, reshard, start_process_group
 from sage_ray.policy_update import NonFiniteError, PolicyUpdate, all_finite
 from sage_ray.training_schedule import training_schedule

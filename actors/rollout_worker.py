@@ -13,8 +13,9 @@ import torch
 from sage_ray.config import Config
 from sage_ray.models.condition import condition_tensors
 from sage_ray.models.graphed import GraphedForward
-from sage_ray.models.hunyuan_video import TORCH_DTYPES, HunyuanVideo, guided_velocity
+from sage_ray.models.hunyuan_video import HunyuanVideo
 from sage_ray.models.lora import adapt
+from sage_ray.models.packed_velocity import TORCH_DTYPES, guided_velocity
 from sage_ray.noise import EVALUATION, TRAINING, initial_noise, step_noise
 from sage_ray.sampler import Generated, generate
 from sage_ray.transition import coefficients

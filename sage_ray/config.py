@@ -35,6 +35,11 @@ class ModelConfig:
     """Compute dtype of the transformer in rollout and learner; master weights are always float32."""
     gradient_checkpointing: bool = False
     """Recompute blocks in the backward pass."""
+    keep_attention: bool = True
+    """With gradient_checkpointing: keep what attention gave, which costs as much memory as the blocks' inputs and saves
+    the dearest part of the recomputation."""
+    compile: bool = False
+    """Compile the transformer's blocks: for the real size on GPUs, about a minute once in every actor."""
 
 
 @dataclass
@@ -282,6 +287,10 @@ class RolloutConfig:
     """Record a forward once for every shape and replay it: for small models on a GPU."""
     groups_per_task: int = 1
     """Groups that a worker makes at once, in shared forwards: more where a small model waits for kernel launches."""
+    decode_frames: int | None = None
+    """Latent frames that the VAE decodes at once, after those before them: fewer need less memory; null is all."""
+    overlap_decode: bool = False
+    """Decode a group while the next one is denoised."""
     timeout_s: float = 3600.0
     """Bound of one generate call."""
 
@@ -308,6 +317,8 @@ class ClusterConfig:
     """auto, cpu or cuda; auto takes GPUs when Ray sees one."""
     share_gpu: bool = True
     """Let actors share GPUs when there are fewer GPUs than actors (one learner rank)."""
+    take_turns: bool = False
+    """Rollout and reward actors, and the learner, hold GPU memory by turns; who waits keeps its weights on the host."""
     num_cpus: int | None = None
     """CPUs of an embedded Ray; null takes the machine's."""
     object_store_bytes: int = 1_000_000_000

@@ -69,7 +69,7 @@ AT_LEAST: dict[str, float] = {
     "kl.warmup_steps": 0, "kl.anchor_interval": 1, "optimizer.weight_decay": 0,
     "learner.num_ranks": 1, "learner.sp_size": 1,
     "rollout.num_workers": 1, "rollout.gpus_per_group": 1, "rollout.sp_size": 1,
-    "rollout.groups_per_task": 1, "learner.videos_per_pass": 1,
+    "rollout.groups_per_task": 1, "rollout.decode_frames": 1, "learner.videos_per_pass": 1,
     "evaluation.num_prompts": 0, "evaluation.videos_per_prompt": 1, "evaluation.num_steps": 1,
     "evaluation.interval": 0, "evaluation.seed": 0, "cluster.object_store_bytes": 1,
 }  # fmt: skip
@@ -228,6 +228,16 @@ def _parallel(config: Config) -> Iterator[Broken]:
             yield Broken(key, f"must divide {whole}={available}")
         if size > 1:
             yield Broken(key, "must be 1: sequence parallel is not built yet")
+    if config.rollout.cuda_graphs:
+        for key, why in (
+            ("rollout.overlap_decode", "no other thread may use the GPU while a graph is recorded"),
+            ("cluster.take_turns", "a graph reads weights where they were when it was recorded"),
+            ("model.compile", "one of the two"),
+        ):
+            if value_at(config, key):
+                yield Broken(key, f"must be false with rollout.cuda_graphs=true: {why}")
+    if config.cluster.take_turns and config.learner.num_ranks > 1:
+        yield Broken("cluster.take_turns", "needs one learner rank: actors that share a GPU take turns on it")
     if config.rollout.gpus_per_group > config.rollout.sp_size:
         yield Broken("rollout.gpus_per_group", f"must be rollout.sp_size={config.rollout.sp_size}, others would idle")
 

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from sage_ray.config_files import check_pipeline
 from sage_ray.config_load import load_config
 from sage_ray.json_object import read_object
-from sage_ray.models.hunyuan_video import TORCH_DTYPES
 from sage_ray.models.lora import FILE
+from sage_ray.models.packed_velocity import TORCH_DTYPES
 from sage_ray.models.policy_folder import PolicyFolder, check_fits, find_policy, load_policy
 
 FORMS = ("pipeline", "transformer", "lora")

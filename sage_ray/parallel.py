@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from sage_ray.config import LoraConfig
-from sage_ray.models.hunyuan_video import PackedVelocity
 from sage_ray.models.lora import PREFIX, adapt, adapter_values
+from sage_ray.models.packed_velocity import PackedVelocity
 from sage_ray.models.streamed import blank_transformer, fill
 
 

@@ -18,7 +18,7 @@ from sage_ray.config import KLConfig, LossConfig, OptimizerConfig
 from sage_ray.equalizer import equalizer_scales
 from sage_ray.group_batch import GroupBatch, Pass, ReplayRules, passes_of
 from sage_ray.loss import policy_loss
-from sage_ray.models.hunyuan_video import PackedVelocity, guided_velocity
+from sage_ray.models.packed_velocity import PackedVelocity, guided_velocity
 from sage_ray.optim import build_optimizer, learning_rate_factor, set_learning_rate
 from sage_ray.parallel import local_shards, max_over_ranks, reshard, sum_over_ranks
 from sage_ray.references import ReferenceBank

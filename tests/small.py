@@ -9,7 +9,7 @@ import torch
 
 from sage_ray.config import Config
 from sage_ray.config_load import load_config
-from sage_ray.models.hunyuan_video import PackedVelocity
+from sage_ray.models.packed_velocity import PackedVelocity
 from sage_ray.models.streamed import load_transformer
 
 ROOT = Path(__file__).parents[1]

@@ -34,7 +34,7 @@ from torch import nn
 
 from sage_ray.config import LoraConfig as LoraSettings
 from sage_ray.models.adapter_file import FILE, METADATA, PREFIX, read_settings
-from sage_ray.models.hunyuan_video import PackedVelocity, freeze_unused
+from sage_ray.models.packed_velocity import PackedVelocity, freeze_unused
 from sage_ray.tensor_files import read_header
 
 ADAPTER = "default"

@@ -18,7 +18,8 @@ from diffusers import AutoencoderKLHunyuanVideo15
 from torch import nn
 
 from sage_ray.models.condition import condition_tensors
-from sage_ray.models.hunyuan_video import HunyuanVideo, PackedVelocity, batched_vae, guided_velocity
+from sage_ray.models.hunyuan_video import HunyuanVideo, batched_vae
+from sage_ray.models.packed_velocity import PackedVelocity, guided_velocity
 from sage_ray.schedule import sigma_grid
 from sage_ray.shapes.pipeline import Sizes, build_pipeline
 from sage_ray.shapes.truth import judge

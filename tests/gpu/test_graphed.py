@@ -5,7 +5,8 @@ import torch
 
 from sage_ray.models.condition import condition_tensors
 from sage_ray.models.graphed import MAX_GRAPHS, GraphedForward
-from sage_ray.models.hunyuan_video import HunyuanVideo, guided_velocity
+from sage_ray.models.hunyuan_video import HunyuanVideo
+from sage_ray.models.packed_velocity import guided_velocity
 from tests.conftest import POLICY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -16,8 +16,9 @@ from sage_ray.config_load import to_yaml
 from sage_ray.export import add_arguments, export, run
 from sage_ray.json_object import read_object
 from sage_ray.models.condition import condition_tensors
-from sage_ray.models.hunyuan_video import HunyuanVideo, PackedVelocity, guided_velocity, scheduler_shift
+from sage_ray.models.hunyuan_video import HunyuanVideo, scheduler_shift
 from sage_ray.models.lora import FILE, merged_state
+from sage_ray.models.packed_velocity import PackedVelocity, guided_velocity
 from sage_ray.models.policy_folder import WEIGHTS
 from sage_ray.sampler import generate
 from sage_ray.schedule import sigma_grid

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from diffusers import HunyuanVideo15Pipeline
 from torch.distributed.fsdp import FSDPModule
 
-from sage_ray.models.hunyuan_video import PackedVelocity, align
+from sage_ray.models.hunyuan_video import align
 from sage_ray.models.lora import (
     FILE,
     adapted_layers,
@@ -20,6 +20,7 @@ from sage_ray.models.lora import (
     merged_state,
     save_adapter,
 )
+from sage_ray.models.packed_velocity import PackedVelocity
 from sage_ray.parallel import reshard, shard, start_process_group
 from sage_ray.weights import pack, unpack
 from tests.conftest import POLICY

@@ -11,8 +11,8 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from safetensors.torch import load_file, save_file
 
 from sage_ray.config import LoraConfig
-from sage_ray.models.hunyuan_video import PackedVelocity
 from sage_ray.models.lora import adapt, save_adapter
+from sage_ray.models.packed_velocity import PackedVelocity
 from sage_ray.models.streamed import STEM, blank_transformer, fill, load_transformer
 from sage_ray.models.tensor_files import write_tensors
 from tests.conftest import POLICY, ROOT

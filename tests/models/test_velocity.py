@@ -7,7 +7,7 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 
 from sage_ray.models.condition import condition_tensors
-from sage_ray.models.hunyuan_video import guided_velocity
+from sage_ray.models.packed_velocity import guided_velocity
 from sage_ray.schedule import timestep
 from tests.conftest import POLICY
 from tests.small import load_velocity
