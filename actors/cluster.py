@@ -79,14 +79,18 @@ def plan_layout(config: Config, num_gpus: float, num_ranks: int | None = None) -
 
 
 def start_actor(
-    cls: type, num_gpus: float, *arguments: Any, runtime_env: dict[str, Any] | None = None
+    cls: type, num_gpus: float, *arguments: Any, runtime_env: dict[str, Any] | None = None, max_concurrency: int = 1
 ) -> ray.actor.ActorHandle:
-    """A Ray actor of a plain class. CPU actors take no CPU slot: the pools take turns on the same cores."""
+    """A Ray actor of a plain class. CPU actors take no CPU slot: the pools take turns on the same cores.
+
+    Args: max_concurrency: methods that run at once, in threads.
+    """
     hidden = {} if num_gpus else {"CUDA_VISIBLE_DEVICES": ""}
     given = runtime_env or {}
     variables = THREAD_VARIABLES | hidden | (given.get("env_vars") or {})
     environment = {**given, "env_vars": variables}
-    return ray.remote(cls).options(num_cpus=0, num_gpus=num_gpus, runtime_env=environment).remote(*arguments)
+    options = {"num_cpus": 0, "num_gpus": num_gpus, "max_concurrency": max_concurrency, "runtime_env": environment}
+    return ray.remote(cls).options(**options).remote(*arguments)
 
 
 def wait_until_ready(refs: list[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:

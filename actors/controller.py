@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from actors.cluster import Layout
 from actors.pools import LearnerGroup
 from actors.scored_rollouts import ScoredRollouts
+from actors.turns import Turns
 from sage_ray.advantage import Advantages, Normalisation, axis_advantages, group_advantages
 from sage_ray.config import Config
 from sage_ray.config_check import num_prompts
@@ -40,13 +42,20 @@ class Controller:
         self.sigmas = tuple(map(float, self.schedule.coefs.sigmas))
         self.rollouts = ScoredRollouts(config, layout)
         self.learner = LearnerGroup(config, layout)
+        self.turns = Turns(config.cluster.take_turns, self.rollouts, self.learner)
         self.divergence, self._noted = Divergence(), {}
         self.version, self.checkpoint = 0, ""
 
     def start(self) -> None:
-        """Load every model and give the rollout workers version 0. Unblocked by the slowest actor."""
-        num_trainable = self.learner.setup()
-        self.rollouts.start()
+        """Load every model, one side after the other where they take turns, and give the rollout workers version 0.
+        Unblocked by the slowest actor."""
+        if self.turns.enabled:
+            self.rollouts.start()
+            self.turns.learn()
+            num_trainable = self.learner.setup()
+        else:
+            num_trainable = self.learner.setup()
+            self.rollouts.start()
         self.publish()
         self.progress.message(f"policy: {num_trainable:,} trainable parameters, {self.schedule.describe()}")
 
@@ -84,27 +93,33 @@ class Controller:
 
     def publish(self, average: bool = False) -> None:
         """Give the learner's weights (or their moving average) to every rollout worker; returns once all have
-        confirmed version and digest."""
-        self.rollouts.load(self.learner.publish(self.version, average))
+        confirmed version and digest. It is their turn then."""
+        self.turns.learn()
+        publication = self.learner.publish(self.version, average)
+        self.turns.generate()
+        self.rollouts.load(publication)
 
     def save(self) -> None:
         """Write a checkpoint of the present version, unless it is there already."""
         folder = str(self.output / "checkpoints" / f"version_{self.version:06d}")
         if folder != self.checkpoint:
             with self.progress.phase("save"):
+                self.turns.learn()
                 self.learner.save(folder)
+                self.turns.generate()
             self.checkpoint = folder
 
     def step(self, iteration: int) -> dict[str, float]:
         """One iteration. Consumes the cursor's prompts; produces metrics, a rollout log, and a new policy version
         on every worker."""
-        times: dict[str, float] = {}
+        times, turn_s = {}, self.turns.seconds
         prompts = self.cursor.at(iteration)
         with self._phase("rollout", times):
             rollout = self.rollouts.roll_out([self._request(iteration, g, prompt) for g, prompt in enumerate(prompts)])
         advantages = self._advantages(rollout.scores)
         trajectories = [group.trajectory for group in rollout.groups]
         rollout.groups.clear()  # frames are scored: their memory is free before the update
+        self.turns.learn()
         with self._phase("update", times):
             metrics = self.learner.update(
                 trajectories,
@@ -115,13 +130,16 @@ class Controller:
         self.version = int(metrics["policy_version"])
         with self._phase("publish", times):
             self.publish()
+        if self.turns.enabled:
+            times |= {"phase/turn_s": self.turns.seconds - turn_s, **self.turns.sizes()}
         record = rollout.scores, rollout.infos, advantages, self.rollouts.parts
         self.rollout_log.write(iteration + 1, rollout_rows(iteration + 1, prompts, *record))
         counters = {f"reward_service/{name}": float(count) for name, count in self.rollouts.rewards.counts.items()}
         return metrics | times | counters | iteration_metrics(*record)
 
     def _phase(self, name: str, times: dict[str, float]):
-        return _Timed(self.progress.phase(name), lambda seconds: times.__setitem__(f"phase/{name}_s", seconds))
+        report = partial(times.__setitem__, f"phase/{name}_s")
+        return _Timed(self.progress.phase(name), report, lambda: time.monotonic() - self.turns.seconds)
 
     def _request(self, iteration: int, group: int, prompt: Prompt) -> GroupRequest:
         sampling = self.config.sampling
@@ -156,15 +174,15 @@ class Controller:
 
 
 class _Timed:
-    """A context manager that also reports its wall time."""
+    """A context manager that also reports its seconds by a clock: the wall's, which stands still while turns change."""
 
-    def __init__(self, inner, report: Callable[[float], None]):
-        self.inner, self.report = inner, report
+    def __init__(self, inner, report: Callable[[float], None], clock: Callable[[], float]):
+        self.inner, self.report, self.clock = inner, report, clock
 
     def __enter__(self) -> None:
-        self.start = time.monotonic()
+        self.start = self.clock()
         self.inner.__enter__()
 
     def __exit__(self, *error) -> None:
         self.inner.__exit__(*error)
-        self.report(time.monotonic() - self.start)
+        self.report(self.clock() - self.start)

@@ -15,12 +15,16 @@ import ray
 import torch
 from safetensors.torch import save_file
 
+from sage_ray.agreement import NonFiniteError
 from sage_ray.config import Config, total_optimizer_steps
+from sage_ray.device_memory import forget_peak, peak_bytes
 from sage_ray.group_batch import GroupBatch, ReplayRules, count_pairs
 from sage_ray.models.lora import adapter_state, save_adapter
 from sage_ray.models.packed_velocity import TORCH_DTYPES
+from sage_ray.models.stock_velocity import velocity_kind
 from sage_ray.parallel import load_sharded, reshard, start_process_group
-from sage_ray.policy_update import NonFiniteError, PolicyUpdate, all_finite
+from sage_ray.parked import Parked
+from sage_ray.policy_update import PolicyUpdate, all_finite
 from sage_ray.training_schedule import training_schedule
 from sage_ray.types import Trajectory
 from sage_ray.weights import WeightPart, pack
@@ -33,6 +37,7 @@ class LearnerRank:
         torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
         self.config, self.rank, self.device = config, rank, device
         self.world_size = config.learner.num_ranks
+        self.parked = Parked()
 
     def rendezvous(self) -> tuple[str, int]:
         """Address and a free port of this rank's host."""
@@ -53,6 +58,7 @@ class LearnerRank:
             config.seed,
             self.world_size,
             self.device,
+            velocity_kind(config.model),
         )
         model.transformer.gradient_checkpointing = config.model.gradient_checkpointing
         rules = ReplayRules(
@@ -71,6 +77,14 @@ class LearnerRank:
         )
         return sum(p.numel() for p in self.update_rule.trainable)
 
+    def leave(self) -> int:
+        """Weights, optimizer state, references and averages wait on the host; bytes freed on the device."""
+        return 0 if self.parked.is_parked else self.parked.park(*self.update_rule.held_tensors())
+
+    def enter(self) -> None:
+        """Everything comes back to the device."""
+        self.parked.unpark()
+
     def update(
         self,
         trajectories: Sequence[ray.ObjectRef],
@@ -86,6 +100,7 @@ class LearnerRank:
         Produces: metrics with the policy version; raises NonFiniteError or DisagreementError before stepping.
         """
         start = time.monotonic()
+        forget_peak()
         mine = sorted({g if g >= 0 else -g - 1 for groups in plan for g in groups})
         fetched = dict(zip(mine, ray.get([trajectories[g] for g in mine]), strict=True))
         fetch_s = time.monotonic() - start
@@ -94,8 +109,10 @@ class LearnerRank:
         metrics = self.update_rule.update(batches, pairs, self.world_size)
         if not all_finite(self.update_rule.model):
             raise NonFiniteError(f"policy version {self.update_rule.version}: a weight is not finite")
+        memory = {"memory/learner_peak_bytes": float(peak)} if (peak := peak_bytes()) else {}
         return {
             **metrics,
+            **memory,
             "learner/fetch_s": fetch_s,
             "learner/update_s": time.monotonic() - start - fetch_s,
             "policy_version": float(self.update_rule.version),

@@ -43,14 +43,25 @@ class RolloutPool:
 
     def __init__(self, config: Config, layout: Layout):
         self.timeout_s, self.groups_per_task = config.rollout.timeout_s, config.rollout.groups_per_task
+        at_once = 2 if config.rollout.overlap_decode else 1
         self.workers = [
-            start_actor(RolloutWorker, layout.gpus_rollout, config, layout.device)
-            for _ in range(config.rollout.num_workers)
+            start_actor(
+                RolloutWorker, layout.gpus_rollout, config, layout.device, f"rollout-{n}", max_concurrency=at_once
+            )
+            for n in range(config.rollout.num_workers)
         ]
 
     def ready(self) -> list[ray.ObjectRef]:
         """References that are done once every model is loaded."""
         return [worker.ready.remote() for worker in self.workers]
+
+    def leave(self) -> int:
+        """Every worker's weights wait on the host; bytes freed on the devices."""
+        return sum(wait_all([w.leave.remote() for w in self.workers], "rollout workers to leave", self.timeout_s))
+
+    def enter(self) -> None:
+        """Every worker's weights come back."""
+        wait_all([w.enter.remote() for w in self.workers], "rollout workers to come back", self.timeout_s)
 
     def load_weights(self, publication: Publication) -> None:
         """Give every worker one version; waits for all, raises when one confirms anything else."""
@@ -103,6 +114,14 @@ class LearnerGroup:
         address, port = wait_until_ready([self.ranks[0].rendezvous.remote()], "learner rank 0", start_s)[0]
         sizes = wait_until_ready([r.setup.remote(address, port) for r in self.ranks], "the learner's ranks", start_s)
         return sizes[0]
+
+    def leave(self) -> int:
+        """Everything that the ranks keep waits on the host; bytes freed on the devices."""
+        return sum(wait_all([rank.leave.remote() for rank in self.ranks], "the learner to leave", self.timeout_s))
+
+    def enter(self) -> None:
+        """Everything comes back; the first time, before `setup`, there is nothing."""
+        wait_all([rank.enter.remote() for rank in self.ranks], "the learner to come back", self.timeout_s)
 
     def update(
         self, trajectories: Sequence[ray.ObjectRef], advantages: np.ndarray, weights: np.ndarray, num_trained: int

@@ -23,7 +23,7 @@ import ray
 from actors.cluster import Layout, start_actor, wait_until_ready
 from actors.pools import GroupRefs
 from actors.reward_worker import RewardWorker
-from actors.wait import REPORT_S
+from actors.wait import REPORT_S, wait_future
 from sage_ray.config import Config
 from sage_ray.reward_parts import as_scores, failed
 from sage_ray.rewards.build import check_runtime_env
@@ -50,6 +50,7 @@ class _Worker:
 
     number: int
     actor: ray.actor.ActorHandle
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class RewardService:
@@ -108,6 +109,31 @@ class RewardService:
         self._thread.join(timeout=REPORT_S)
         if not self._thread.is_alive():
             self._loop.close()
+
+    def leave(self) -> int:
+        """Every worker's models wait on the host, once it has no work; bytes freed on the devices."""
+        return sum(self._ask_all("leave"))
+
+    def enter(self) -> None:
+        """Every worker's models come back."""
+        self._ask_all("enter")
+
+    def _ask_all(self, verb: str) -> list[Any]:
+        """Answers of all workers; none of workers on the CPU beside others on GPUs, which are in nobody's way."""
+        if self.layout.device != "cpu" and not self.layout.gpus_reward:
+            return []
+        timeout_s = self.timeout_s + self.config.cluster.start_timeout_s  # one may just be started again
+        return wait_future(self._submit(self._ask(verb)), f"the reward workers to {verb}", timeout_s)
+
+    async def _ask(self, verb: str) -> list[Any]:
+        return await asyncio.gather(*(self._ask_one(worker, verb) for worker in self.workers))
+
+    async def _ask_one(self, worker: _Worker, verb: str) -> Any:
+        async with worker.busy:
+            try:
+                return await asyncio.wrap_future(getattr(worker.actor, verb).remote().future())
+            except ray.exceptions.RayActorError:  # it holds nothing, and is started again for its next batch
+                return 0
 
     def _served(self, future: Future[Any]) -> None:
         """A worker's loop has ended. An error in it would leave videos waiting for ever, so it is told to the waits."""
@@ -207,8 +233,11 @@ class RewardService:
 
     async def _serve(self, worker: _Worker) -> None:
         """Score batch after batch on one worker, until it cannot be kept alive."""
-        while await self._serve_batch(worker, await self._take(worker)):
-            pass
+        serves = True
+        while serves:
+            batch = await self._take(worker)
+            async with worker.busy:
+                serves = await self._serve_batch(worker, batch)
 
     async def _serve_batch(self, worker: _Worker, batch: list[_Video]) -> bool:
         """Score one batch; whether the worker can take another. Holds no frames once it has returned."""

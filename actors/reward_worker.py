@@ -7,11 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import nn
 
 from sage_ray.config import Config
 from sage_ray.frame_statistics import frame_statistics
+from sage_ray.parked import Parked, tensors_of
 from sage_ray.reward_parts import RewardParts
 from sage_ray.rewards.build import NamedScorer, build_scorers, part_weights
+from sage_ray.rewards.scorer import modules_of
 from sage_ray.shapes.truth import judge
 from sage_ray.types import AXES, VideoScore
 
@@ -21,7 +24,7 @@ class RewardWorker:
 
     def __init__(self, config: Config, device: str):
         torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
-        self.config = config
+        self.config, self.parked = config, Parked()
         self.scorers = build_scorers(config.reward, device)
         self.parts = tuple(part for named in self.scorers for part in named.parts)
         self.needed = RewardParts(self.parts, part_weights(config.reward, self.parts)).trained
@@ -29,6 +32,17 @@ class RewardWorker:
     def ready(self) -> tuple[str, ...]:
         """Names of the parts of every score, once all models are loaded."""
         return self.parts
+
+    def leave(self) -> int:
+        """The scorers' torch modules wait on the host; bytes freed on the device."""
+        if self.parked.is_parked:
+            return 0
+        modules = nn.ModuleList(module for named in self.scorers for module in modules_of(named.scorer.scorer))
+        return self.parked.park(*tensors_of(modules))
+
+    def enter(self) -> None:
+        """They come back to the device."""
+        self.parked.unpark()
 
     def score(self, indices: Sequence[int], prompts: Sequence[str], *groups: np.ndarray) -> list[VideoScore]:
         """Scores of one batch, in order.

@@ -51,6 +51,15 @@ class ScoredRollouts:
         """End the reward service's thread; the actors end with Ray."""
         self.rewards.close()
 
+    def leave(self) -> dict[str, int]:
+        """Weights of all workers wait on the host; role -> bytes freed."""
+        return {"rollout": self.rollouts.leave(), "reward": self.rewards.leave()}
+
+    def enter(self) -> None:
+        """Weights of all workers come back."""
+        self.rollouts.enter()
+        self.rewards.enter()
+
     def load(self, publication: Publication) -> None:
         """Give every rollout worker a policy version; returns once all have confirmed version and digest."""
         self.rollouts.load_weights(publication)
@@ -72,7 +81,7 @@ class ScoredRollouts:
         for info in infos:
             made = info.policy_version, info.weights_digest, info.sigmas
             if made != (self.version, self.digest, requests[0].sigmas):
-                raise RuntimeError(f"group {info.group}: made with {made}, not what was asked for")
+                raise RuntimeError(f"{info.worker}: made group {info.group} with {made}, not what was asked for")
         collected = self.rewards.collect([scores[g] for g in order])
         values = [_without_broken(score, info) for score, info in zip(collected, infos, strict=True)]
         self.rewards.check_failures(values)

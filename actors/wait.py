@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -48,3 +50,17 @@ def wait_some(
         if left <= REPORT_S:
             raise WaitTimeoutError(f"waited {timeout_s:.0f} s for {what}: {len(done)} of {len(refs)} done")
         logger.warning("still waiting for %s: %d of %d done, %.0f s left", what, len(done), len(refs), left)
+
+
+def wait_future(future: Future[Any], what: str, timeout_s: float) -> Any:
+    """Value of work in another thread. Raises WaitTimeoutError or the work's error."""
+    deadline = time.monotonic() + timeout_s
+    while not future.done():
+        left = deadline - time.monotonic()
+        done, _ = futures.wait([future], timeout=max(0.0, min(REPORT_S, left)))
+        if not done and left <= 0:
+            future.cancel()
+            raise WaitTimeoutError(f"waited {timeout_s:.0f} s for {what}")
+        if not done:
+            logger.warning("still waiting for %s, %.0f s left", what, left)
+    return future.result()

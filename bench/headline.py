@@ -1,4 +1,4 @@
-"""The headline runs: `python bench/headline.py outputs/headline [--at-once 6] [key=value ...]`.
+"""The headline runs: `python -m bench.headline outputs/headline [--at-once 6] [key=value ...]`.
 
 Trains configs/shapes_gpu.yaml with sage_grpo (three seeds) and, with the same budget and no setting of their own, with
 dance_grpo, flow_grpo and cps (one seed each; fixed KL and no equalizer, as in the paper's Table 2). Then evaluates the

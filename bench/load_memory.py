@@ -1,4 +1,4 @@
-"""How a policy loads onto the learner's ranks: `python bench/load_memory.py [--sizes official] [--ranks 2] [--lora 0]`.
+"""How a policy loads onto the learner's ranks: `python -m bench.load_memory [--sizes official] [--ranks 2] [--lora 0]`.
 
 Writes a random transformer folder (bfloat16, several files), or takes `--folder`, and loads it with every rank in a
 process of its own. Prints a JSON line per rank: seconds, the rank's share of the weights, and the peak of its host
@@ -18,9 +18,8 @@ import torch.multiprocessing as mp
 from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.utils import logging
 
+from bench.random_folders import random_numbers, write_transformer
 from sage_ray.config import LoraConfig
-from sage_ray.models.streamed import STEM
-from sage_ray.models.tensor_files import write_tensors
 from sage_ray.parallel import load_sharded, start_process_group
 
 SIZES = {
@@ -43,17 +42,11 @@ PORT = 29571
 
 
 def write_random(folder: Path, name: str) -> None:
-    """A random transformer folder, one block of memory at a time."""
+    """A random transformer folder, one file at a time."""
     settings, file_bytes = SIZES[name]
     with torch.device("meta"):
         model = HunyuanVideo15Transformer3DModel(**settings)
-    generator = torch.Generator().manual_seed(0)
-    pieces = [
-        (2 * p.numel(), lambda key=key, shape=p.shape: {key: torch.randn(shape, generator=generator).bfloat16() / 50})
-        for key, p in model.state_dict().items()
-    ]
-    write_tensors(folder, STEM, pieces, file_bytes)
-    model.save_config(folder)
+    write_transformer(folder, model, random_numbers(), file_bytes)
 
 
 def _status_bytes(key: str) -> int:

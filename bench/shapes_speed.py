@@ -1,4 +1,4 @@
-"""How fast the small world's ring turns: `python bench/shapes_speed.py [--iterations 8] [--runs 3] [key=value ...]`.
+"""How fast the small world's ring turns: `python -m bench.shapes_speed [--iterations 8] [--runs 3] [key=value ...]`.
 
 Trains configs/shapes_gpu.yaml for a few iterations, without evaluation, in three ways: every group and step in a
 forward of its own, as the first version did; as the file says; and as the file says in several processes that share

@@ -1,4 +1,4 @@
-"""How fast VideoAlign loads and scores: `python bench/videoalign_speed.py [--sizes official] [--device cuda]`.
+"""How fast VideoAlign loads and scores: `python -m bench.videoalign_speed [--sizes official] [--device cuda]`.
 
 Writes a random checkpoint of the asked sizes in the official layout, loads it strictly, and scores random clips of
 81 frames, 480x832, 24 fps at batch 1, 4 and 8. Prints seconds, peak host memory and videos per second. Random weights

@@ -40,6 +40,8 @@ class ModelConfig:
     the dearest part of the recomputation."""
     compile: bool = False
     """Compile the transformer's blocks: for the real size on GPUs, about a minute once in every actor."""
+    stock_forward: bool = False
+    """Run diffusers' own forward: for comparison, about four times as slow at the real size."""
 
 
 @dataclass
@@ -183,8 +185,8 @@ class LossConfig:
     cps_log_prob: str = "normalised"
     """cps log-prob: "normalised" is the Gaussian's, "published" drops normaliser and 1/(2 std^2)."""
     max_disagreement: float | None = None
-    """Largest allowed difference of rollout and learner log-prob, nats per dimension; above it the run stops. Null is
-    clip_range / 10 in float32; in bfloat16 the difference is logged and nothing stops."""
+    """Largest allowed difference of rollout and learner log-prob, nats per dimension; above it the run stops and names
+    the worker. Null is clip_range / 10 in float32, and 1e-5 in bfloat16."""
     num_updates: int = 1
     """Optimizer steps per pass over an iteration's groups, which are split evenly over them in order."""
     num_epochs: int = 1

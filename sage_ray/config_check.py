@@ -233,9 +233,12 @@ def _parallel(config: Config) -> Iterator[Broken]:
             ("rollout.overlap_decode", "no other thread may use the GPU while a graph is recorded"),
             ("cluster.take_turns", "a graph reads weights where they were when it was recorded"),
             ("model.compile", "one of the two"),
+            ("model.stock_forward", "it asks the GPU for values while it is recorded"),
         ):
             if value_at(config, key):
                 yield Broken(key, f"must be false with rollout.cuda_graphs=true: {why}")
+    if config.model.stock_forward and config.model.compile:
+        yield Broken("model.compile", "must be false with model.stock_forward=true, which runs as diffusers ships it")
     if config.cluster.take_turns and config.learner.num_ranks > 1:
         yield Broken("cluster.take_turns", "needs one learner rank: actors that share a GPU take turns on it")
     if config.rollout.gpus_per_group > config.rollout.sp_size:

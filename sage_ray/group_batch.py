@@ -33,12 +33,31 @@ class GroupBatch:
     weights: np.ndarray
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a log-prob belongs: one video of a group at one denoising step. iteration: counted from 1."""
+
+    worker: str
+    iteration: int
+    group: int
+    video: int
+    step: int
+    policy_version: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.worker}: iteration {self.iteration}, group {self.group}, video {self.video}, denoising step "
+            f"{self.step}, policy version {self.policy_version}"
+        )
+
+
 @dataclass
 class Pass:
     """One forward and backward: R (group, step) rows of n videos each, B = R * n, on the device.
 
     conditions, negatives: R rows; coefs: of the steps that occur; step: the one step, or int64 [B];
-    latents, latents_next: float32 [B, C, F, H, W]; advantages, weights, scale (S_t), rollout_log_prob: float32 [B];
+    latents, latents_next: float32 [B, C, F, H, W]; places: B; advantages, weights, scale (S_t), rollout_log_prob:
+    float32 [B];
     old_log_prob: [B] by the sampling policy and the learner's forward (None while that is the live policy);
     references: name -> velocity.
     """
@@ -49,6 +68,7 @@ class Pass:
     step: Step
     latents: torch.Tensor
     latents_next: torch.Tensor
+    places: list[Place]
     advantages: torch.Tensor
     weights: torch.Tensor
     scale: torch.Tensor
@@ -75,6 +95,12 @@ class _Row:
     @property
     def step(self) -> int:
         return int(self.group.trajectory.trained_steps[self.column])
+
+    @property
+    def places(self) -> list[Place]:
+        """Of the n videos."""
+        t, videos = self.group.trajectory, range(self.videos.start, self.videos.stop)
+        return [Place(t.worker, t.step + 1, t.group, video, self.step, t.policy_version) for video in videos]
 
     def state(self, state: int) -> torch.Tensor:
         """The latents [n, ...] at a place of the sigma grid."""
@@ -135,6 +161,7 @@ def _pass(
         step=steps[0] if len(set(steps)) == 1 else np.repeat(steps, size),
         latents=torch.cat([row.state(row.step) for row in rows]),
         latents_next=torch.cat([row.state(row.step + 1) for row in rows]),
+        places=[place for row in rows for place in row.places],
         advantages=videos(row.group.advantages[row.videos] for row in rows),
         weights=videos(row.group.weights[row.videos] for row in rows),
         scale=videos(np.full(size, scale(row.coefs, row.step)) for row in rows),

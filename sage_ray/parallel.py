@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,15 +31,23 @@ def start_process_group(rank: int, world_size: int, address: str, port: int, *, 
 
 
 def load_sharded(
-    folder: Path, dtype: torch.dtype, lora: LoraConfig, seed: int, world_size: int, device: str
+    folder: Path,
+    dtype: torch.dtype,
+    lora: LoraConfig,
+    seed: int,
+    world_size: int,
+    device: str,
+    kind: Callable[..., PackedVelocity] = PackedVelocity,
 ) -> PackedVelocity:
     """The policy of a transformer folder over `world_size` ranks, with adapters where lora.rank asks for them.
 
     Every rank reads its own share of the files, once; the whole model is in no memory.
 
-    Args: dtype: compute dtype. Master weights, and adapters, are float32; the frozen base under adapters is in `dtype`.
+    Args:
+        dtype: compute dtype. Master weights, and adapters, are float32; the frozen base under adapters is in `dtype`.
+        kind: makes the model of transformer and dtype.
     """
-    model, given = PackedVelocity(blank_transformer(folder), dtype), {}
+    model, given = kind(blank_transformer(folder), dtype), {}
     if lora.rank:
         adapt(model, lora, seed, dtype=torch.float32)
         given = adapter_values(model, lora, seed)
@@ -90,8 +100,19 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def max_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Largest value over the ranks, in place; does nothing without a process group."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return values
+def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """[ranks, *shape] from a tensor of the same shape on every rank."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return values[None]
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, values)
+    return torch.stack(gathered)
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's value, pickled: for small things and rare occasions."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered

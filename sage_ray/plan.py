@@ -10,10 +10,12 @@ import numpy as np
 
 from sage_ray.config import Config, RewardConfig, axis_weights, total_optimizer_steps
 from sage_ray.config_check import dp_degree, num_prompts
+from sage_ray.cost import H100
 from sage_ray.equalizer import equalizer_scales
 from sage_ray.folder_report import describe_policy, describe_reward
 from sage_ray.group_batch import split_groups
 from sage_ray.optim import learning_rate_factor
+from sage_ray.prediction import SMALLEST, predict, read_dims
 from sage_ray.training_schedule import TrainingSchedule
 from sage_ray.trust_region import KL_TERMS
 from sage_ray.types import AXES
@@ -29,7 +31,9 @@ class Line(NamedTuple):
 def plan(config: Config, schedule: TrainingSchedule | None) -> list[Line]:
     """The derived numbers of a valid configuration; `schedule` is None when the checkpoint that gives it is missing."""
     steps = list(_schedule(config, schedule)) if schedule is not None else [Line("steps", "unknown without the shift")]
-    return [*_folders(config), *_iteration(config), *_learner(config), *steps, *_objective(config), *_devices(config)]
+    cost = _cost(config, schedule) if schedule is not None else []
+    parts = _folders(config), _iteration(config), _learner(config), steps, _objective(config), _devices(config), cost
+    return [line for part in parts for line in part]
 
 
 def _folders(config: Config) -> Iterator[Line]:
@@ -133,6 +137,35 @@ def _devices(config: Config) -> Iterator[Line]:
         f"{reward.num_workers} reward of {share:g} + "
         f"{learner.num_ranks} learner; fewer are shared where one learner rank allows it, none means CPU",
     )
+
+
+def _cost(config: Config, schedule: TrainingSchedule) -> Iterator[Line]:
+    """Seconds and bytes where the model is large enough to be predicted."""
+    dims = read_dims(Path(config.model.path))
+    if dims is None:
+        return
+    if dims.parameters < SMALLEST or config.model.dtype != "bfloat16":
+        yield Line("time and GPU memory", "predicted for bfloat16 models of a billion parameters or more")
+        return
+    expected = predict(config, dims, schedule.rule.num_trained, H100())
+    phases = {"rollout": sum(expected.rollout_s.values()), "update": sum(expected.update_s.values())}
+    phases["publish"] = expected.publish_s
+    yield Line("time an iteration (H100)", f"about {_sum(phases, 's')}; without optimizer, collectives and turns")
+    yield Line("rollout, busiest worker", _sum(expected.rollout_s, "s"))
+    yield Line("update, busiest rank", _sum(expected.update_s, "s"))
+    yield Line("GPU memory, rollout worker", _gib(expected.rollout_bytes))
+    yield Line("GPU memory, learner rank", _gib(expected.learner_bytes))
+
+
+def _gib(parts: dict[str, float]) -> str:
+    full = ", more than an 80 GB card has" if sum(parts.values()) > H100.card_bytes else ""
+    return _sum({name: size / 2**30 for name, size in parts.items()}, "GiB") + full
+
+
+def _sum(parts: dict[str, float], unit: str) -> str:
+    """The sum and its parts, as in: 12.0 s = rollout 5.0 + update 7.0."""
+    each = " + ".join(f"{name} {value:.1f}" for name, value in parts.items())
+    return f"{sum(parts.values()):.1f} {unit} = {each}"
 
 
 def _numbers(values: np.ndarray) -> str:

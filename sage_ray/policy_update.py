@@ -6,7 +6,6 @@ sums are divided by global counts, so the number of ranks changes nothing but ro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,13 +13,15 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from sage_ray.agreement import Agreement, NonFiniteError, allowed_disagreement
 from sage_ray.config import KLConfig, LossConfig, OptimizerConfig
 from sage_ray.equalizer import equalizer_scales
 from sage_ray.group_batch import GroupBatch, Pass, ReplayRules, passes_of
 from sage_ray.loss import policy_loss
 from sage_ray.models.packed_velocity import PackedVelocity, guided_velocity
 from sage_ray.optim import build_optimizer, learning_rate_factor, set_learning_rate
-from sage_ray.parallel import local_shards, max_over_ranks, reshard, sum_over_ranks
+from sage_ray.parallel import local_shards, reshard, sum_over_ranks
+from sage_ray.parked import tensors_of
 from sage_ray.references import ReferenceBank
 from sage_ray.sampler import replay
 from sage_ray.transition import Coefficients, coefficients, gaussian_kl
@@ -28,14 +29,6 @@ from sage_ray.trust_region import KL_TERMS, KLController, anchor_moves_at
 
 SUMS = ("loss", "kl_anchor", "kl_previous", "kl", "clipped", "ratio", "pairs")
 AVERAGE = "average"
-
-
-class NonFiniteError(FloatingPointError):
-    """Loss, gradient or weights are not finite; nothing was stepped."""
-
-
-class DisagreementError(RuntimeError):
-    """Rollout and learner score the same step differently by more than loss.max_disagreement."""
 
 
 class PolicyUpdate:
@@ -63,6 +56,7 @@ class PolicyUpdate:
         self.trainable = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(model.named_parameters(), optimizer)
         self.version = 0
+        self.agreement = Agreement(allowed_disagreement(loss.max_disagreement, loss.clip_range, model.dtype))
         self.terms = KL_TERMS[kl.mode]
         self.controller = KLController(
             start=kl.coef,
@@ -87,6 +81,14 @@ class PolicyUpdate:
         with self.averages.use(AVERAGE):
             yield
 
+    def held_tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(what changes, frozen weights) of everything kept on the device between two updates."""
+        reshard(self.model)
+        changing, frozen = tensors_of(self.model)
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        moments = [value for value in states if torch.is_tensor(value) and value.device.type == self.device.type]
+        return [*changing, *moments, *self.bank.tensors(), *self.averages.tensors()], frozen
+
     def update(
         self, groups: Sequence[Sequence[GroupBatch]], num_pairs: Sequence[float], world_size: int = 1
     ) -> dict[str, float]:
@@ -95,8 +97,8 @@ class PolicyUpdate:
         Args:
             groups: this rank's groups for every optimizer step, in order; later epochs repeat them.
             num_pairs: global number of weighted (sample, trained step) pairs of every optimizer step.
-        Returns: metrics, the same on every rank, averaged over the optimizer steps.
-        Raises: NonFiniteError, DisagreementError.
+        Returns: metrics, the same on every rank, averaged over the optimizer steps; agreement is over all pairs.
+        Raises: NonFiniteError, DisagreementError; the step that it is about is not taken.
         """
         if len(groups) > 1:
             self.bank.snapshot("sampling")
@@ -107,7 +109,8 @@ class PolicyUpdate:
             for index, (batch, pairs) in enumerate(zip(groups, num_pairs, strict=True))
         ]
         keys = {key: None for m in metrics for key in m}
-        return {key: float(np.mean([m[key] for m in metrics if key in m])) for key in keys}
+        means = {key: float(np.mean([m[key] for m in metrics if key in m])) for key in keys}
+        return means | self.agreement.metrics()
 
     def _optimizer_step(
         self, batch: Sequence[GroupBatch], num_pairs: float, world_size: int, first: bool
@@ -121,13 +124,13 @@ class PolicyUpdate:
         if self._measures_share():
             self._accumulate(passes, num_pairs, world_size, policy=False)
             norms["kl"] = _norm(self.trainable)
-            sums, disagreement = self._accumulate(passes, num_pairs, world_size, kl=False)
+            sums, replayed = self._accumulate(passes, num_pairs, world_size, kl=False)
         else:
-            sums, disagreement = self._accumulate(passes, num_pairs, world_size)
-        self._check_agreement(float(disagreement))
+            sums, replayed = self._accumulate(passes, num_pairs, world_size)
+        self.agreement.check(passes, replayed)
         norms["total"] = self._step(float(sums[SUMS.index("loss")]))
         self.controller.tick(float(sums[SUMS.index("kl")]))
-        return self._report(sums, disagreement, norms)
+        return self._report(sums, norms)
 
     def _passes(self, batch: Sequence[GroupBatch]) -> list[Pass]:
         return passes_of(batch, self.rules, self._scale, self.device, self.videos_per_pass)
@@ -142,21 +145,22 @@ class PolicyUpdate:
 
     def _accumulate(
         self, passes: list[Pass], num_pairs: float, world_size: int, policy: bool = True, kl: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the gradient of the chosen parts to .grad; (sums [len(SUMS)], largest disagreement [1]) of all ranks.
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Add the gradient of the chosen parts to .grad; (sums [len(SUMS)] of all ranks, log-probs of every pass under
+        the weights that sampled).
 
         The sums are those of the whole loss, whatever is chosen.
         """
-        sums, disagreement = torch.zeros(len(SUMS), device=self.device), torch.zeros(1, device=self.device)
+        sums, replayed = torch.zeros(len(SUMS), device=self.device), []
         for index, one in enumerate(passes):
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(index == len(passes) - 1)
-            policy_part, kl_part, pass_sums, delta = self._pass_loss(one, num_pairs)
+            policy_part, kl_part, pass_sums, old = self._pass_loss(one, num_pairs)
             parts = [part for part, chosen in ((policy_part, policy), (kl_part, kl)) if chosen]
             (sum(parts[1:], parts[0]) * world_size).backward()
             sums += pass_sums
-            disagreement = torch.maximum(disagreement, delta)
-        return sum_over_ranks(sums), max_over_ranks(disagreement)
+            replayed.append(old)
+        return sum_over_ranks(sums), replayed
 
     def _replay(self, one: Pass) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-prob [B], velocity) of a pass under the live weights, guided as in the rollout."""
@@ -185,7 +189,7 @@ class PolicyUpdate:
         reshard(self.model)
 
     def _pass_loss(self, one: Pass, num_pairs: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(policy part, KL part, SUMS shares, |rollout - learner| log-prob of a pass sampled by these weights)."""
+        """(policy part, KL part, SUMS shares, log-prob [B] under the weights that sampled) of a pass."""
         log_prob, velocity = self._replay(one)
         weights = one.weights
         old = log_prob.detach() if one.old_log_prob is None else one.old_log_prob
@@ -202,8 +206,7 @@ class PolicyUpdate:
         policy_part, kl_part = policy.sum / num_pairs, self.controller.value * kl
         shares = (policy_part + kl_part, anchor, previous, kl, policy.num_clipped.float())
         sums = torch.stack([*(s.detach() for s in shares), (policy.ratio * weights).sum(), weights.sum()])
-        delta = torch.where(weights > 0, (old - one.rollout_log_prob).abs(), zero).max().reshape(1)
-        return policy_part, kl_part, sums, delta
+        return policy_part, kl_part, sums, old
 
     def _scale(self, coefs: Coefficients, step: int) -> float:
         """S_t of a step, from all steps that may be stochastic in the run; 1 without equalizer."""
@@ -221,24 +224,11 @@ class PolicyUpdate:
         )
         return float(scales[step])
 
-    def _check_agreement(self, disagreement: float) -> None:
-        allowed = self.loss.max_disagreement
-        if allowed is None:
-            allowed = self.loss.clip_range / 10 if self.model.dtype == torch.float32 else math.inf
-        if not math.isfinite(disagreement):
-            raise NonFiniteError(f"policy version {self.version}: a replayed log-prob is {disagreement}")
-        if disagreement > allowed:
-            raise DisagreementError(
-                f"learner and rollout log-probs differ by {disagreement:.3g} nats per dimension, {allowed:.3g} is "
-                "allowed (loss.max_disagreement); weights, conditions or sampling settings of rollout and learner "
-                "are not the same"
-            )
-
     def _step(self, loss: float) -> float:
         """Clip, check, keep the previous step, step, move the references. Returns the gradient norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.trainable, self.settings.max_grad_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        if not np.isfinite([loss, grad_norm]).all():
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteError(f"policy version {self.version}: loss {loss}, gradient norm {grad_norm}")
         if self.terms.previous and self.kl.previous == "last_step":
@@ -266,7 +256,7 @@ class PolicyUpdate:
         )
         return self.settings.learning_rate * factor
 
-    def _report(self, sums: torch.Tensor, disagreement: torch.Tensor, norms: dict[str, float]) -> dict[str, float]:
+    def _report(self, sums: torch.Tensor, norms: dict[str, float]) -> dict[str, float]:
         values = dict(zip(SUMS, sums.tolist(), strict=True))
         pairs = max(values["pairs"], 1.0)
         total = norms.get("total", 0.0)
@@ -282,7 +272,6 @@ class PolicyUpdate:
             "learner/grad_norm": total,
             "learner/learning_rate": self.optimizer.param_groups[0]["lr"],
             "learner/stepped": 1.0,
-            "agreement/max_abs": float(disagreement),
         }
 
 

@@ -62,6 +62,10 @@ class ReferenceBank:
             shard.copy_(source[key])
         reshard(self.model)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that is held."""
+        return [tensor for held in (*self._copies.values(), self._stash) for tensor in held.values()]
+
     def names(self) -> tuple[str, ...]:
         """References that have been taken."""
         return tuple(self._copies)

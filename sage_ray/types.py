@@ -58,7 +58,7 @@ class Trajectory:
     latents: float32 [G, S, C, F, H, W], the stored states; states: int [S], their position on the sigma grid
     (0 is pure noise); sde_steps: every stochastic step; trained_steps: int [K], those that are trained, in order, each
     step k goes from state k to k + 1; log_probs: float32 [G, K], the rollout's own, per-dimension mean in nats;
-    sigmas: float64 [N + 1], the grid the worker used.
+    sigmas: float64 [N + 1], the grid the worker used; worker: its name.
     """
 
     step: int
@@ -75,12 +75,14 @@ class Trajectory:
     log_probs: np.ndarray
     condition: Condition
     negative: Condition | None
+    worker: str = ""
 
 
 @dataclass(frozen=True)
 class GroupInfo:
     """What the controller reads of a finished group; small. finite: [G], False where the latents are not finite (such
-    a video decodes to black and must get no reward). Times in seconds."""
+    a video decodes to black and must get no reward); peak_bytes: most GPU memory of the worker since it took the policy
+    version; worker: name of the worker that made it. Times in seconds."""
 
     step: int
     group: int
@@ -90,6 +92,8 @@ class GroupInfo:
     finite: tuple[bool, ...]
     denoise_s: float
     decode_s: float
+    peak_bytes: int = 0
+    worker: str = ""
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,11 @@ class WeightPart:
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a tensor, uint8 [num_bytes] (numpy has no bfloat16)."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    """A copy of the bytes of a tensor, uint8 [num_bytes] (numpy has no bfloat16).
+
+    On the CPU too: a storage that numpy has seen can never be resized again, so its weights could not leave (Parked).
+    """
+    return tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def pack(model: nn.Module, version: int, rank: int, dtype: torch.dtype) -> WeightPart:

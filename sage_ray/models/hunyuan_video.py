@@ -1,31 +1,24 @@
 """HunyuanVideo-1.5 through diffusers, as a rollout worker needs it: load a pipeline directory, encode prompts once,
-give velocities, decode frames."""
+give velocities, decode frames, leave the device and come back."""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
-from torch import nn
 
+from sage_ray.host_copy import HostCopy
 from sage_ray.json_object import read_object
 from sage_ray.models.packed_velocity import PackedVelocity
+from sage_ray.models.prompt_encoder import PromptEncoder, place
 from sage_ray.models.streamed import load_transformer
+from sage_ray.models.vae_decode import decoded_chunks
+from sage_ray.parked import Parked
 from sage_ray.types import Condition
-
-MAX_CONDITIONS = 1024
-"""Encoded prompts that a worker keeps; about 3 MB each at the real size."""
-
-
-def align(module: nn.Module) -> None:
-    """Give every parameter and buffer fresh, aligned storage: safetensors gives views at odd addresses, for which CPU
-    kernels differ."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data = tensor.data.clone()
 
 
 def batched_vae(vae: AutoencoderKLHunyuanVideo15) -> AutoencoderKLHunyuanVideo15:
@@ -54,26 +47,80 @@ def scheduler_shift(folder: Path) -> float:
 
 
 class HunyuanVideo:
-    """A whole pipeline directory: prompt encoders, transformer and VAE, as a rollout worker needs them."""
+    """A whole pipeline directory: prompt encoders, transformer and VAE, as a rollout worker needs them.
 
-    def __init__(self, pipeline: HunyuanVideo15Pipeline, dtype: torch.dtype, device: torch.device | str):
-        self.device = torch.device(device)
-        for module in (pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2):
-            align(module)
-            module.to(self.device).eval().requires_grad_(False)
+    Args:
+        dtype: of the transformer. kind: makes the velocity of it (`velocity_kind`).
+        decode_frames: latent frames that are decoded at once, one video after the other; None decodes everything at
+            once.
+        prompts: the pipeline's encoders, where they are placed already.
+    """
+
+    def __init__(
+        self,
+        pipeline: HunyuanVideo15Pipeline,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        kind: Callable[..., PackedVelocity] = PackedVelocity,
+        decode_frames: int | None = None,
+        prompts: PromptEncoder | None = None,
+    ):
+        self.device, self.decode_frames = torch.device(device), decode_frames
+        self.prompts = prompts or PromptEncoder(pipeline, self.device)
+        place(pipeline.vae, self.device)
         self.pipeline = pipeline
         self.vae: AutoencoderKLHunyuanVideo15 = batched_vae(pipeline.vae)
-        self.velocity = PackedVelocity(pipeline.transformer.to(self.device, dtype).eval(), dtype).requires_grad_(False)
-        self._conditions: OrderedDict[str, Condition] = OrderedDict()
+        transformer = pipeline.transformer.to(self.device, dtype).eval()
+        self.velocity = kind(transformer, dtype).requires_grad_(False)
+        self._parked = Parked()
 
     @staticmethod
-    def load(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> HunyuanVideo:
-        """Load a HunyuanVideo15Pipeline directory; encoders and VAE stay float32."""
-        transformer = load_transformer(Path(folder) / "transformer", dtype, device)
+    def load(
+        folder: Path,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        *,
+        kind: Callable[..., PackedVelocity] = PackedVelocity,
+        decode_frames: int | None = None,
+        parks_encoders: bool = False,
+    ) -> HunyuanVideo:
+        """Load a HunyuanVideo15Pipeline directory in `dtype`, tensor by tensor onto the device.
+
+        Args: parks_encoders: they wait on the host while no prompt is encoded, the transformer's loading included.
+        """
+        device = torch.device(device)
         pipeline = HunyuanVideo15Pipeline.from_pretrained(
-            folder, transformer=transformer, torch_dtype=torch.float32, use_safetensors=True
+            folder,
+            transformer=None,
+            torch_dtype=dtype,
+            use_safetensors=True,
+            device_map="cuda" if device.type == "cuda" else None,
         )
-        return HunyuanVideo(pipeline, dtype, device)
+        prompts = PromptEncoder(pipeline, device, parks_encoders)
+        pipeline.register_modules(transformer=load_transformer(Path(folder) / "transformer", dtype, device))
+        return HunyuanVideo(pipeline, dtype, device, kind=kind, decode_frames=decode_frames, prompts=prompts)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its weights wait on the host."""
+        return self._parked.is_parked
+
+    def leave(self) -> int:
+        """Take all weights off the device; bytes freed. Does nothing when they are away."""
+        if self.is_away:
+            return 0
+        published = self.velocity.trainable_names
+        named = dict(self.velocity.named_parameters())
+        others = [*self.velocity.buffers(), *self.vae.parameters(), *self.vae.buffers(), *self.prompts.tensors()]
+        return self._parked.park(
+            [parameter for name, parameter in named.items() if name in published],
+            [*(parameter for name, parameter in named.items() if name not in published), *others],
+        )
+
+    def enter(self) -> None:
+        """Bring all weights back to where they were; does nothing when they are there."""
+        self._parked.unpark()
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """(C, F, H, W) of one video's latents; raises ValueError when the size does not fit the VAE."""
@@ -86,26 +133,38 @@ class HunyuanVideo:
         channels = self.vae.config.latent_channels
         return channels, (num_frames - 1) // temporal + 1, height // spatial, width // spatial
 
-    @torch.no_grad()
     def encode_prompt(self, text: str) -> Condition:
-        """Encode one prompt once; the last MAX_CONDITIONS are kept. Padding is dropped."""
-        if text not in self._conditions:
-            embeds, mask, byt5, byt5_mask = self.pipeline.encode_prompt(
-                [text], device=self.device, dtype=torch.float32, batch_size=1
-            )
-            self._conditions[text] = Condition(
-                text=embeds[0][mask[0].bool()].cpu().numpy(), byt5=byt5[0][byt5_mask[0].bool()].cpu().numpy()
-            )
-            if len(self._conditions) > MAX_CONDITIONS:
-                self._conditions.popitem(last=False)
-        return self._conditions[text]
+        """Encode one prompt, once."""
+        return self.encode_prompts([text])[0]
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[Condition]:
+        """Encode prompts, each once; padding is dropped."""
+        return self.prompts.encode(texts)
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents float32 [B, C, F, H, W] to frames uint8 [B, T, H, W, 3] on the CPU, rounded to nearest.
+        """Latents float32 [B, C, F, h, w] to frames uint8 [B, T, H, W, 3] on the CPU, rounded to nearest.
 
         The VAE's scaling factor is divided out exactly once, here.
         """
-        video = self.vae.decode(latents.to(self.vae.dtype) / self.vae.config.scaling_factor).sample
-        frames = ((video.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
-        return frames.permute(0, 2, 3, 4, 1).contiguous().cpu()
+        (num_videos, _, frames, *size), vae = latents.shape, self.vae
+        num_frames = (frames - 1) * vae.temporal_compression_ratio + 1
+        height, width = (vae.spatial_compression_ratio * side for side in size)
+        copy = HostCopy((num_videos, num_frames, height, width, 3), torch.uint8, self.device)
+        scaled = latents.to(vae.dtype) / vae.config.scaling_factor
+        if self.decode_frames is None:
+            copy.write(slice(None), _pixels(vae.decode(scaled).sample))
+            return torch.from_numpy(copy.numpy())
+        for video in range(num_videos):
+            start = 0
+            for chunk in decoded_chunks(vae.decoder, scaled[video : video + 1], self.decode_frames):
+                pixels = _pixels(chunk)[0]
+                copy.write((video, slice(start, start + len(pixels))), pixels)
+                start += len(pixels)
+        return torch.from_numpy(copy.numpy())
+
+
+def _pixels(video: torch.Tensor) -> torch.Tensor:
+    """float [B, 3, T, H, W] in [-1, 1] to uint8 [B, T, H, W, 3], where it lies."""
+    frames = ((video.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+    return frames.permute(0, 2, 3, 4, 1).contiguous()

@@ -12,56 +12,39 @@ from collections.abc import Callable, Sequence
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from diffusers.models.embeddings import apply_rotary_emb
 from torch import nn
-from torch.nn import functional
 
+from sage_ray.models.attention import PackedAttention
 from sage_ray.models.condition import ConditionTensors
+from sage_ray.models.packed_block import BlockPieces, compiled_pieces, use_pieces
 from sage_ray.schedule import timestep
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class PackedAttention:
-    """Joint attention of video and text tokens with an optional key mask; diffusers' processor interface."""
-
-    def __call__(self, attn, hidden_states, encoder_hidden_states, attention_mask=None, image_rotary_emb=None):
-        """hidden_states [B, S, D], encoder_hidden_states [B, L, D], attention_mask bool [B, L] (valid text) or None."""
-        heads = attn.heads
-
-        def split(x: torch.Tensor) -> torch.Tensor:
-            return x.unflatten(2, (heads, -1))
-
-        query, key = attn.norm_q(split(attn.to_q(hidden_states))), attn.norm_k(split(attn.to_k(hidden_states)))
-        query = apply_rotary_emb(query, image_rotary_emb, sequence_dim=1)
-        key = apply_rotary_emb(key, image_rotary_emb, sequence_dim=1)
-        text_query = attn.norm_added_q(split(attn.add_q_proj(encoder_hidden_states)))
-        text_key = attn.norm_added_k(split(attn.add_k_proj(encoder_hidden_states)))
-        query, key = torch.cat([query, text_query], 1), torch.cat([key, text_key], 1)
-        value = torch.cat([split(attn.to_v(hidden_states)), split(attn.add_v_proj(encoder_hidden_states))], 1)
-        mask = None
-        if attention_mask is not None:
-            mask = functional.pad(attention_mask, (hidden_states.shape[1], 0), value=True)[:, None, None]
-        joint = functional.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask
-        )
-        joint = joint.transpose(1, 2).flatten(2)
-        video, text = joint.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], 1)
-        # On a slice torch picks another kernel for a frozen weight (rollout) than for a trained one (learner).
-        return attn.to_out[0](video.contiguous()), attn.to_add_out(text.contiguous())
-
-
 class PackedVelocity(nn.Module):
-    """Velocity of a HunyuanVideo15Transformer3DModel from packed text. Weights live in `self.transformer`."""
+    """Velocity of a HunyuanVideo15Transformer3DModel from packed text. Weights live in `self.transformer`.
 
-    def __init__(self, transformer: HunyuanVideo15Transformer3DModel, dtype: torch.dtype = torch.float32):
+    Args:
+        dtype: compute dtype. compiled: compile the blocks (`compiled_pieces`).
+        keep_attention: where transformer.gradient_checkpointing is true, keep what attention gave for the backward.
+    """
+
+    def __init__(
+        self,
+        transformer: HunyuanVideo15Transformer3DModel,
+        dtype: torch.dtype = torch.float32,
+        compiled: bool = False,
+        keep_attention: bool = True,
+    ):
         super().__init__()
         if transformer.config.use_meanflow:
             raise ValueError("transformer/config.json: use_meanflow is true; only text-to-video models are supported")
         self.transformer = transformer
         self.dtype = dtype
-        for block in transformer.transformer_blocks:
-            block.attn.set_processor(PackedAttention())
+        self._prepare_blocks(
+            compiled_pieces(keep_attention) if compiled else BlockPieces(keep_attention=keep_attention)
+        )
         freeze_unused(transformer)
         self.trainable_names = frozenset(name for name, p in self.named_parameters() if p.requires_grad)
 
@@ -87,18 +70,18 @@ class PackedVelocity(nn.Module):
         rotary = model.rope(latents)
         embedded_time = model.time_embed.time_proj(timesteps)
         time = _spread(model.time_embed.timestep_embedder(embedded_time.to(self.dtype)), batch)
-        context = _spread(self._embed_text(timesteps, text, byt5, text_mask), batch).expand(batch, -1, -1)
+        context = _spread(self._embed_text(timesteps, text, byt5, text_mask), batch).expand(batch, -1, -1).contiguous()
         text_mask = _joint_mask(text, byt5, text_mask, byt5_mask)
         text_mask = None if text_mask is None else _spread(text_mask, batch)
         for block in model.transformer_blocks:
-            if model.gradient_checkpointing and torch.is_grad_enabled():
-                hidden, context = torch.utils.checkpoint.checkpoint(
-                    block, hidden, context, time, text_mask, rotary, use_reentrant=False
-                )
-            else:
-                hidden, context = block(hidden, context, time, text_mask, rotary)
+            hidden, context = block(hidden, context, time, text_mask, rotary, model.gradient_checkpointing)
         out = model.proj_out(model.norm_out(hidden, time.expand(batch, -1)))
         return self._unpatch(out, shape).float()
+
+    def _prepare_blocks(self, pieces: BlockPieces) -> None:
+        for block in self.transformer.transformer_blocks:
+            block.attn.set_processor(PackedAttention())
+            use_pieces(block, pieces)
 
     def _embed_video(self, latents: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
         """[B, C, F, H, W] to tokens [B, S, D]; the condition and mask channels of text-to-video are zero."""

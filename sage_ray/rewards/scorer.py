@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from torch import nn
 
 
 @runtime_checkable
@@ -25,3 +26,8 @@ class Scorer(Protocol):
             exception; it is never another number.
         """
         ...
+
+
+def modules_of(scorer: Scorer) -> list[nn.Module]:
+    """The torch modules that a scorer is or has as attributes: what it keeps on a device, as far as it shows."""
+    return [value for value in (scorer, *getattr(scorer, "__dict__", {}).values()) if isinstance(value, nn.Module)]

@@ -23,7 +23,7 @@ data.prompts=[{SHAPES}/prompts_train.txt] data.held_out_prompts=[{SHAPES}/prompt
 sampling.height=32 sampling.width=32 sampling.num_frames=9 sampling.fps=8 sampling.num_steps=6 data.group_size=4
 data.batch_size=null data.gradient_accumulation_steps=1 data.num_prompts=2 num_iterations=1 reward.dtype=float32
 reward.truth=shapes reward.num_workers=1 rollout.num_workers=1 learner.num_ranks=1 evaluation.num_prompts=0
-cluster.device=cpu rollout.cuda_graphs=false learner.videos_per_pass=null
+cluster.device=cpu rollout.cuda_graphs=false model.compile=false learner.videos_per_pass=null
 rollout.groups_per_task=1""".split()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -126,21 +127,39 @@ def test_no_worker_left_fails_everything_in_bounded_time(tmp_path: Path) -> None
             assert np.isfinite(row).all() if not reason else np.isnan(row).all()
 
 
-def test_videoalign_and_truth_in_one_worker(tmp_path: Path) -> None:
-    """The shipped reward: a group with a float clip loses the group's scores and no other's."""
-    service = RewardService(small_config(tmp_path), Layout("cpu", 0, 0, 0), batch_videos=8)
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory) -> Iterator[RewardService]:
+    """The shipped reward in one worker, a video at a time."""
+    config = small_config(tmp_path_factory.mktemp("shipped"), ["reward.max_batch_tokens=1"])
+    service = RewardService(config, Layout("cpu", 0, 0, 0), batch_videos=1)
     assert service.start() == ("VQ", "MQ", "TA")
+    yield service
+    end(service)
+
+
+def test_videoalign_and_truth_in_one_worker(shipped: RewardService) -> None:
+    """A group with a float clip loses the group's scores and no other's."""
     good = np.random.default_rng(0).integers(0, 255, (GROUP_SIZE, 9, 32, 32, 3), np.uint8)
-    try:
-        futures = [
-            service.score(group(n, CAPTION, v), GROUP_SIZE) for n, v in enumerate((good, good.astype(np.float32)))
-        ]
-        fine, bad = (future.result(timeout=120) for future in futures)
-    finally:
-        end(service)
+    futures = [shipped.score(group(n, CAPTION, v), GROUP_SIZE) for n, v in enumerate((good, good.astype(np.float32)))]
+    fine, bad = (future.result(timeout=120) for future in futures)
     assert fine.axes.shape == (GROUP_SIZE, 3) and np.isfinite(fine.axes).all() and np.isfinite(fine.truth).all()
     assert "high_frequency" in fine.frames
     assert np.isnan(bad.axes).all() and "uint8" in bad.reasons[0]
+
+
+def test_a_worker_leaves_and_comes_back_and_is_replaced_when_it_dies_meanwhile(shipped: RewardService) -> None:
+    before = shipped.collect([shipped.score(group(0, CAPTION, clips(0, 32)), GROUP_SIZE)])[0]
+    num_bytes = shipped.leave()
+    assert num_bytes > 0 and shipped.leave() == 0
+    ray.kill(shipped.workers[0].actor)
+    shipped.enter()
+    after = shipped.collect([shipped.score(group(1, CAPTION, clips(0, 32)), GROUP_SIZE)])[0]
+    np.testing.assert_array_equal(after.axes, before.axes)
+    assert shipped.counts["deaths"] == 1
+    assert shipped.leave() == num_bytes  # it waits for the new worker
+    shipped.enter()
+    shipped.layout = Layout("cuda", 0.5, 0, 0.5)  # beside others on GPUs, a worker on the CPU is in nobody's way
+    assert shipped.leave() == 0
 
 
 def test_generation_waits_for_room(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """Waits are bounded and say what they wait for."""
 
 import time
+from concurrent.futures import Future
 
 import pytest
 import ray
 
-from actors.wait import WaitTimeoutError, wait_all, wait_some
+from actors.wait import WaitTimeoutError, wait_all, wait_future, wait_some
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -39,3 +40,12 @@ def test_a_wait_ends_and_names_need_and_have() -> None:
     with pytest.raises(WaitTimeoutError, match="waited 1 s for two sleepers: 1 of 2 done"):
         wait_some(refs, 2, "two sleepers", 1.0)
     ray.cancel(refs[1], force=True)
+
+
+def test_work_of_another_thread_is_waited_for_in_the_same_way() -> None:
+    done, never = Future(), Future()
+    done.set_result(3)
+    assert wait_future(done, "a number", 1.0) == 3
+    with pytest.raises(WaitTimeoutError, match="waited 0 s for another number"):
+        wait_future(never, "another number", 0.2)
+    assert never.cancelled()

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from sage_ray.agreement import DisagreementError, NonFiniteError
 from sage_ray.config import KLConfig, LossConfig, OptimizerConfig
 from sage_ray.group_batch import GroupBatch, ReplayRules, count_pairs, split_groups
-from sage_ray.policy_update import DisagreementError, NonFiniteError, PolicyUpdate
+from sage_ray.policy_update import PolicyUpdate
 from sage_ray.references import ReferenceBank
 from sage_ray.schedule import sigma_grid
 from sage_ray.types import GroupRequest, Prompt, Trajectory
@@ -103,7 +104,7 @@ def test_previous_is_the_policy_before_the_last_step(worker) -> None:
     start = [p.detach().clone() for p in update.trainable]
     first = update.update([[batch(trajectory)]], [12.0])
     assert all(torch.equal(a, b) for a, b in zip(start, update.bank._copies["previous"].values(), strict=True))
-    update.loss.max_disagreement = 1.0
+    update.agreement.allowed = 1.0
     second = update.update([[batch(trajectory)]], [12.0])
     assert first["kl/previous"] == 0.0 and second["kl/previous"] > 0.0
     assert second["kl/anchor"] == pytest.approx(second["kl/previous"], rel=1e-4)

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import socket
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from diffusers import HunyuanVideo15Pipeline
 from torch.distributed.fsdp import FSDPModule
 
-from sage_ray.models.hunyuan_video import align
 from sage_ray.models.lora import (
     FILE,
     adapted_layers,
@@ -21,10 +19,11 @@ from sage_ray.models.lora import (
     save_adapter,
 )
 from sage_ray.models.packed_velocity import PackedVelocity
+from sage_ray.models.prompt_encoder import align
 from sage_ray.parallel import reshard, shard, start_process_group
 from sage_ray.weights import pack, unpack
 from tests.conftest import POLICY
-from tests.small import load_velocity
+from tests.small import free_port, load_velocity
 
 BF16, FP32 = torch.bfloat16, torch.float32
 REFINER = "context_embedder.token_refiner.refiner_blocks.0."
@@ -293,12 +292,6 @@ def run_rank(rank: int, world: int, port: int) -> None:
         sharded_agree(rank, world)
     finally:
         dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_one_rank_agrees_with_a_plain_worker() -> None:

@@ -102,7 +102,7 @@ def test_adapters_are_filled_as_adapt_makes_them(tmp_path, path: bool) -> None:
 def test_two_ranks_need_their_shares_and_less_than_one_file_more(tmp_path, lora: int) -> None:
     """Real processes, a random folder of 90 M parameters in six files; a whole model would be 361 MB in float32."""
     words = ["--sizes", "small", "--device", "cpu", "--lora", str(lora), "--folder", str(tmp_path / "transformer")]
-    command = [sys.executable, str(ROOT / "bench" / "load_memory.py"), *words]
+    command = [sys.executable, "-m", "bench.load_memory", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=_environment())
     assert done.returncode == 0, done.stderr
     ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
