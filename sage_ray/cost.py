@@ -50,8 +50,9 @@ class H100:
     """Decoded pixels a second: 81 x 480 x 832 in 3.44 s, at once (performance); taken for chunks too."""
     decode_pixel_bytes: float = 1810.0
     """GPU memory of decoding at once beside the weights: (57 - 2.3) GiB over 81 x 480 x 832 pixels (performance)."""
-    chunk_bytes: tuple[float, float] = (2.5 * 2**30, 3.0 * 2**30)
-    """Of decoding 480 x 832 in chunks: frames that are kept, and every latent frame (vae_decode.py, estimated)."""
+    chunk_bytes: tuple[float, float] = (3.6 * 2**30, 3.05 * 2**30)
+    """Of decoding 480 x 832 in chunks beside the weights: frames that are kept, and every latent frame
+    (docs/real_size.md: 9.0, 12.1 and 18.1 GiB by chunks of 1, 2 and 4)."""
     reward_videos_s: tuple[tuple[int, float], ...] = ((1, 9.6), (4, 26.0), (8, 26.3))
     """VideoAlign: (videos in a batch, videos a second) at 81 frames of 480 x 832 (docs/rewards.md)."""
     pack_bytes_s: float = 0.9e9

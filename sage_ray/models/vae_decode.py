@@ -5,8 +5,8 @@ latent frame attends to itself and those before it. So convolutions keep the las
 chunk where a whole decode has them at hand, and nothing is computed twice or blended. Attention is at latent resolution
 and runs over the whole video first, a frame at a time instead of under an S x S mask.
 
-Estimated, not measured: 81 frames of 480 x 832 in bfloat16 by chunks of 2 take 11 GiB: 2.3 of weights, 2.5 of kept
-frames, 6 for the 8 frames of a chunk (a whole decode takes 57); more frames take no more.
+Measured on an H200 (bench.py): 81 frames of 480 x 832 in bfloat16 by chunks of 1, 2 and 4 take 9.0, 12.1 and 18.1 GiB,
+weights of 2.3 counted, and 3.2, 3.0 and 2.9 s; at once 56.9 GiB and 3.2 s. More frames take no more.
 """
 
 from __future__ import annotations
