@@ -1,11 +1,12 @@
-# make demo: the small world, trained on this machine. make test, make check: what CI runs.
+# make demo: the small world, trained on this machine. make test, make check: what CI runs. make chaos: 50 kills in and
+# around checkpoint writes.
 # Each installs what is missing into .venv first.
 PYTHON ?= python3.11
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: demo test check clean
+.PHONY: demo test check chaos clean
 
 .venv/installed: requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv .venv
@@ -23,6 +24,9 @@ check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+chaos: .venv/installed
+	$(BIN)/python -m tests.chaos --kills 50 $(ARGS)
 
 clean:
 	rm -rf .venv outputs

@@ -21,7 +21,8 @@ SETTINGS = (
 
 
 def main(arguments: list[str]) -> int:
-    """Run one subcommand; 0 on success, 2 for input that cannot run, 1 for a run that stopped."""
+    """Run one subcommand; 0 on success, 2 for input that cannot run, 1 for a run that stopped, 130 and 143 for one that
+    was told to."""
     parser = argparse.ArgumentParser(prog="launch.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     where = "on an embedded Ray, or on the cluster that RAY_ADDRESS names"
@@ -78,14 +79,15 @@ def run_evaluate(parsed: argparse.Namespace, overrides: list[str]) -> int:
     from sage_ray.policies import check_evaluation
 
     def run() -> None:
-        checked = check(parsed.config or [DEFAULT_CONFIG], overrides)
+        checked = check(parsed.config or [DEFAULT_CONFIG], overrides, trains=False)
         evaluate(checked, check_evaluation(checked.config, parsed.checkpoint))
 
     return _guarded(run)
 
 
 def _guarded(run: Callable[[], None]) -> int:
-    """Bad input ends in one line on stderr and exit code 2, a run that had to stop in exit code 1."""
+    """Bad input ends in one line on stderr and exit code 2, a run that had to stop in exit code 1, one that was asked
+    to in 130 (Ctrl-C) or 143 (SIGTERM)."""
     from actors.stop import RunStoppedError
 
     try:
@@ -98,7 +100,7 @@ def _guarded(run: Callable[[], None]) -> int:
         return 130
     except RunStoppedError as error:
         print(f"stopped: {error}", file=sys.stderr)
-        return 1
+        return error.code
     return 0
 
 

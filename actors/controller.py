@@ -14,41 +14,53 @@ import numpy as np
 
 from actors.cluster import Layout
 from actors.pools import LearnerGroup
-from actors.scored_rollouts import ScoredRollouts
+from actors.scored_rollouts import Rollout, ScoredRollouts
+from actors.stop import StopRequest, reason
 from actors.turns import Turns
 from sage_ray.advantage import Advantages, Normalisation, axis_advantages, group_advantages
-from sage_ray.config import Config
+from sage_ray.checkpoint import CheckpointError
+from sage_ray.checkpoint_store import checkpoint_name
+from sage_ray.checks import CheckedRun
 from sage_ray.config_check import num_prompts
 from sage_ray.data.prompts import PromptCursor
 from sage_ray.divergence import Divergence
 from sage_ray.iteration_record import iteration_metrics, rollout_rows
-from sage_ray.metrics import MetricsWriter
+from sage_ray.metrics import FILE_NAME, MetricsWriter, read_lines
 from sage_ray.progress import Progress
+from sage_ray.resume import Resume, checkpoint_path, identity
 from sage_ray.rollout_log import RolloutLog
 from sage_ray.training_schedule import training_schedule
 from sage_ray.types import GroupRequest, Prompt, Scores
 
 
 class Controller:
-    """Drives the ring over the three pools. rollouts: rollout pool and reward service, as evaluation uses them too."""
+    """Drives the ring over the three pools, from the start or from where `run.resume` says.
 
-    def __init__(self, config: Config, layout: Layout, prompts: Sequence[Prompt], progress: Progress):
-        self.config, self.progress = config, progress
-        self.cursor = PromptCursor(list(prompts), config.seed, num_prompts(config))
+    rollouts: rollout pool and reward service, as evaluation uses them too. finished: iterations. checkpoint: the last
+    one that is whole.
+    """
+
+    def __init__(self, run: CheckedRun, layout: Layout, progress: Progress, stop: StopRequest):
+        config = self.config = run.config
+        self.resume, self.progress, self.stop = run.resume or Resume(None), progress, stop
+        self.cursor = PromptCursor(run.prompts, config.seed, num_prompts(config))
+        self.identity = identity(config, run.prompts)
         self.output = Path(config.output_dir)
-        self.metrics = MetricsWriter(self.output)
+        self.metrics = MetricsWriter(self.output, self.resume.iteration + 1 if run.resume else None)
         self.rollout_log = RolloutLog(self.output / "rollouts")
         self.schedule = training_schedule(config)
         self.sigmas = tuple(map(float, self.schedule.coefs.sigmas))
         self.rollouts = ScoredRollouts(config, layout)
         self.learner = LearnerGroup(config, layout)
         self.turns = Turns(config.cluster.take_turns, self.rollouts, self.learner)
-        self.divergence, self._noted = Divergence(), {}
-        self.version, self.checkpoint = 0, ""
+        self.divergence = Divergence()
+        self._noted = self.divergence.replay(read_lines(self.output / FILE_NAME))
+        self.finished, self.version = self.resume.iteration, 0
+        self.checkpoint = self._staged = self.resume.checkpoint.path if self.resume.checkpoint else ""
 
     def start(self) -> None:
-        """Load every model, one side after the other where they take turns, and give the rollout workers version 0.
-        Unblocked by the slowest actor."""
+        """Load every model, one side after the other where they take turns, and give the rollout workers the first
+        version. Unblocked by the slowest actor."""
         if self.turns.enabled:
             self.rollouts.start()
             self.turns.learn()
@@ -56,6 +68,9 @@ class Controller:
         else:
             num_trainable = self.learner.setup()
             self.rollouts.start()
+        if self.resume.checkpoint:
+            self.version = self.learner.load(self.resume.checkpoint.path)
+            self.rollouts.rewards.counts.update(self.resume.checkpoint.trainer["counters"])
         self.publish()
         self.progress.message(f"policy: {num_trainable:,} trainable parameters, {self.schedule.describe()}")
 
@@ -67,17 +82,17 @@ class Controller:
     def run_sync(self, after_iteration: Callable[[int], None]) -> None:
         """Strictly on-policy loop: every iteration's rollouts are made by the weights of the last update.
 
-        `after_iteration` is called with the number of finished iterations.
+        `after_iteration` is called with the number of finished iterations. A stop that is asked for comes between two
+        of them, or in a rollout or an evaluation, which can be repeated. The last checkpoint is written at the end.
         """
-        for iteration in range(self.config.num_iterations):
-            metrics = self.step(iteration)
-            metrics["alarms/divergence"] = float(self._watch(metrics))
-            self.metrics.write(iteration + 1, metrics)
-            self.progress.iteration(iteration + 1, metrics)
+        for iteration in range(self.finished, self.config.num_iterations):
+            self.step(iteration)
             last = iteration + 1 == self.config.num_iterations
+            self.look_at_save()
             if last or (iteration + 1) % self.config.save_interval == 0:
                 self.save()
             after_iteration(iteration + 1)
+        self.look_at_save(self.config.learner.timeout_s, must=True)
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Take an evaluation's metrics into the next look at whether reward and its judges part."""
@@ -94,29 +109,61 @@ class Controller:
     def publish(self, average: bool = False) -> None:
         """Give the learner's weights (or their moving average) to every rollout worker; returns once all have
         confirmed version and digest. It is their turn then."""
-        self.turns.learn()
-        publication = self.learner.publish(self.version, average)
-        self.turns.generate()
-        self.rollouts.load(publication)
+        with self.stop.held():
+            self.turns.learn()
+            publication = self.learner.publish(self.version, average)
+            self.turns.generate()
+            self.rollouts.load(publication)
 
     def save(self) -> None:
-        """Write a checkpoint of the present version, unless it is there already."""
-        folder = str(self.output / "checkpoints" / f"version_{self.version:06d}")
-        if folder != self.checkpoint:
-            with self.progress.phase("save"):
-                self.turns.learn()
-                self.learner.save(folder)
-                self.turns.generate()
-            self.checkpoint = folder
+        """Begin to write a checkpoint of the last finished iteration, unless one of its version is there already."""
+        place = f"{checkpoint_path(self.config)}/{checkpoint_name(self.version)}"
+        if place == self._staged:
+            return
+        with self.progress.phase("save"), self.stop.held():
+            self.look_at_save(self.config.learner.timeout_s)
+            self.turns.learn()
+            counters = dict(self.rollouts.rewards.counts)
+            self.learner.save(place, {"iteration": self.finished, "identity": self.identity, "counters": counters})
+            self.turns.generate()
+        self._staged = place
 
-    def step(self, iteration: int) -> dict[str, float]:
+    def look_at_save(self, wait_s: float = 0.0, must: bool = False) -> None:
+        """Take note of a checkpoint that has been written. One that could not be is told, and the run goes on.
+
+        Args: wait_s: how long to wait for one that is being written. must: raise CheckpointError when it could not be.
+        """
+        if self._staged == self.checkpoint:
+            return
+        try:
+            written = self.learner.saved(wait_s)
+        except CheckpointError as error:
+            self._staged = self.checkpoint
+            if must:
+                raise
+            self.progress.message(f"warning: no checkpoint, the run goes on: {reason(error)}")
+        else:
+            self.checkpoint = written or self.checkpoint
+
+    def step(self, iteration: int) -> None:
         """One iteration. Consumes the cursor's prompts; produces metrics, a rollout log, and a new policy version
-        on every worker."""
+        on every worker. From the update on it is not interrupted: then it is finished, or never was."""
         times, turn_s = {}, self.turns.seconds
         prompts = self.cursor.at(iteration)
         with self._phase("rollout", times):
             rollout = self.rollouts.roll_out([self._request(iteration, g, prompt) for g, prompt in enumerate(prompts)])
         advantages = self._advantages(rollout.scores)
+        with self.stop.held():
+            metrics = self._learn(rollout, advantages, times)
+            if self.turns.enabled:
+                times |= {"phase/turn_s": self.turns.seconds - turn_s, **self.turns.sizes()}
+            record = rollout.scores, rollout.infos, advantages, self.rollouts.parts
+            self.rollout_log.write(iteration + 1, rollout_rows(iteration + 1, prompts, *record))
+            counters = {f"reward_service/{name}": float(count) for name, count in self.rollouts.rewards.counts.items()}
+            self._finish(iteration, metrics | times | counters | iteration_metrics(*record))
+
+    def _learn(self, rollout: Rollout, advantages: Advantages, times: dict[str, float]) -> dict[str, float]:
+        """Update and publish; nobody needs the weights of a run that is to stop."""
         trajectories = [group.trajectory for group in rollout.groups]
         rollout.groups.clear()  # frames are scored: their memory is free before the update
         self.turns.learn()
@@ -128,14 +175,16 @@ class Controller:
                 self.schedule.rule.num_trained,
             )
         self.version = int(metrics["policy_version"])
-        with self._phase("publish", times):
-            self.publish()
-        if self.turns.enabled:
-            times |= {"phase/turn_s": self.turns.seconds - turn_s, **self.turns.sizes()}
-        record = rollout.scores, rollout.infos, advantages, self.rollouts.parts
-        self.rollout_log.write(iteration + 1, rollout_rows(iteration + 1, prompts, *record))
-        counters = {f"reward_service/{name}": float(count) for name, count in self.rollouts.rewards.counts.items()}
-        return metrics | times | counters | iteration_metrics(*record)
+        if self.stop.requested is None:
+            with self._phase("publish", times):
+                self.publish()
+        return metrics
+
+    def _finish(self, iteration: int, metrics: dict[str, float]) -> None:
+        metrics["alarms/divergence"] = float(self._watch(metrics))
+        self.metrics.write(iteration + 1, metrics)
+        self.progress.iteration(iteration + 1, metrics)
+        self.finished = iteration + 1
 
     def _phase(self, name: str, times: dict[str, float]):
         report = partial(times.__setitem__, f"phase/{name}_s")

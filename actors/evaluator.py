@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +22,14 @@ from sage_ray.evaluation import (
     evaluation_requests,
     preview_places,
 )
+from sage_ray.evaluation_rows import EvaluationRow, evaluated_policy
+from sage_ray.metrics import FILE_NAME, read_lines
 from sage_ray.progress import Progress
+from sage_ray.row_file import read_rows
 from sage_ray.schedule import sigma_grid
 from sage_ray.training_schedule import training_schedule
 from sage_ray.types import Prompt
-from sage_ray.video import write_video
+from sage_ray.video import read_video, write_video
 
 SMALL_WIDTH = 256
 """Pixels; smaller videos are enlarged by a whole factor for a player."""
@@ -53,6 +57,38 @@ class Evaluator:
                 sets[which] = self._evaluate(which, prompts, folder, keep_frames)
         return EvaluatedPolicy(name, self.source.version, sets)
 
+    def read(self) -> dict[int, EvaluatedPolicy]:
+        """What an earlier process of this run has evaluated, by iteration: where numbers, rows and videos are there.
+        The first one's previews have frames, and those of the run's last iteration."""
+        found: dict[int, EvaluatedPolicy] = {}
+        for line in read_lines(self.output / FILE_NAME):
+            name = f"iteration_{line['step']:06d}"
+            file = self.output / "evaluations" / f"{name}.parquet"
+            if any(key.startswith("evaluation/") for key in line) and file.exists():
+                policy = evaluated_policy(f"iteration {line['step']}", read_rows(file, EvaluationRow))
+                ends = not found or line["step"] == self.config.num_iterations
+                sets = {
+                    which: self._as_evaluated(which, name, policy.sets[which], ends)
+                    for which in self.prompts
+                    if which in policy.sets
+                }
+                if sets.keys() == self.prompts.keys() and all(one.previews for one in sets.values()):
+                    found[line["step"]] = replace(policy, sets=sets)
+        return found
+
+    def _as_evaluated(self, which: str, folder: str, evaluated: EvaluatedSet, keep_frames: bool) -> EvaluatedSet:
+        """With the previews that `_previews` wrote; with none when one is missing or the prompts were others."""
+        previews, prompts = [], tuple(self.prompts[which])
+        if [(p.index, p.text) for p in prompts] != [(p.index, p.text) for p in evaluated.prompts]:
+            return evaluated
+        for number, place in enumerate(preview_places(len(evaluated.prompts))):
+            file = f"videos/{folder}/{which}_{number:02d}.mp4"
+            if not (self.output / file).exists():
+                return evaluated
+            video = read_video(self.output / file) if keep_frames else None
+            previews.append(Preview(place, file, None if video is None else _some_frames(video)))
+        return replace(evaluated, prompts=prompts, previews=tuple(previews))
+
     def _evaluate(self, which: str, prompts: list[Prompt], folder: str, keep_frames: bool) -> EvaluatedSet:
         settings, version = self.config.evaluation, self.source.version
         requests = evaluation_requests(settings, self.sigmas, prompts, FIRST_GROUP[which], version)
@@ -68,9 +104,12 @@ class Evaluator:
             (video,) = wait_all([_first_video.remote(rollout.groups[place].frames)], "a preview", FETCH_S)
             file = f"videos/{folder}/{which}_{number:02d}.mp4"
             write_video(self.output / file, video, self.config.sampling.fps, max(1, SMALL_WIDTH // video.shape[1]))
-            some = video[np.linspace(0, len(video) - 1, NUM_FRAMES).round().astype(int)] if keep_frames else None
-            previews.append(Preview(place, file, some))
+            previews.append(Preview(place, file, _some_frames(video) if keep_frames else None))
         return tuple(previews)
+
+
+def _some_frames(video: np.ndarray) -> np.ndarray:
+    return video[np.linspace(0, len(video) - 1, NUM_FRAMES).round().astype(int)]
 
 
 @ray.remote(num_cpus=0)

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
 import torch
-from safetensors.torch import save_file
 
+from actors.cluster import free_address
 from sage_ray.agreement import NonFiniteError
+from sage_ray.checkpoint import Checkpointer
+from sage_ray.checkpoint_store import CheckpointStore
 from sage_ray.config import Config, total_optimizer_steps
+from sage_ray.config_load import to_yaml
 from sage_ray.device_memory import forget_peak, peak_bytes
 from sage_ray.group_batch import GroupBatch, ReplayRules, count_pairs
-from sage_ray.models.lora import adapter_state, save_adapter
 from sage_ray.models.packed_velocity import TORCH_DTYPES
 from sage_ray.models.stock_velocity import velocity_kind
-from sage_ray.parallel import load_sharded, reshard, start_process_group
+from sage_ray.parallel import load_sharded, sequence_group, start_process_group
 from sage_ray.parked import Parked
+from sage_ray.policy_files import gather_policy, write_policy
 from sage_ray.policy_update import PolicyUpdate, all_finite
 from sage_ray.training_schedule import training_schedule
 from sage_ray.types import Trajectory
@@ -41,9 +43,7 @@ class LearnerRank:
 
     def rendezvous(self) -> tuple[str, int]:
         """Address and a free port of this rank's host."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        return free_address()
 
     def setup(self, address: str, port: int) -> int:
         """Join the group, load and shard the policy; returns the number of trainable parameters."""
@@ -60,6 +60,7 @@ class LearnerRank:
             self.device,
             velocity_kind(config.model),
         )
+        model.share_tokens(sequence_group(config.learner.sp_size, config.learner.timeout_s))
         model.transformer.gradient_checkpointing = config.model.gradient_checkpointing
         rules = ReplayRules(
             guidance_scale=config.sampling.guidance_scale,
@@ -73,8 +74,9 @@ class LearnerRank:
             config.optimizer,
             rules,
             total_optimizer_steps(config),
-            config.learner.videos_per_pass,
+            config.learner,
         )
+        self.checkpointer = Checkpointer(config.learner.timeout_s, config.checkpoint)
         return sum(p.numel() for p in self.update_rule.trainable)
 
     def leave(self) -> int:
@@ -130,49 +132,24 @@ class LearnerRank:
             part = pack(rule.model, rule.version, self.rank, TORCH_DTYPES[self.config.model.dtype])
         return part, part.digest
 
-    def save(self, folder: str) -> str:
-        """Write the policy as diffusers' transformer folder, or its adapter alone, and beside it the moving average of
-        its weights where one is kept; rank 0 writes, beside, then renames. Returns the path."""
+    def save(self, place: str, note: dict[str, Any]) -> None:
+        """Copy everything that a resumed run needs, and begin to write the checkpoint `place` (FOLDER_OR_URL/NAME):
+        every rank its shards, and rank 0 the policy for people. `saved` says what became of it.
+
+        Args: note: what trainer.json holds of the run's position.
+        """
         rule, adapter = self.update_rule, bool(self.config.lora.rank)
-        reshard(rule.model)
-        states = {"": self._state(adapter)}
-        if self.config.optimizer.ema_decay is not None:
-            with rule.averaged_weights():
-                states["_average"] = self._state(adapter)
-        if self.rank == 0:
-            _write_checkpoint(Path(folder), rule, states, adapter)
-        return folder
+        states = gather_policy(rule, adapter=adapter, keep=self.rank == 0)
+        write = partial(write_policy, transformer=rule.model.transformer, states=states, adapter=adapter)
+        folder, _, name = place.rpartition("/")
+        self.checkpointer.save(rule, CheckpointStore(folder), name, to_yaml(self.config), note, write)
 
-    def _state(self, adapter: bool) -> dict[str, torch.Tensor]:
-        """Whole weights on the CPU under the names of their file; every rank takes part. Copies: on a CPU they would be
-        the live weights, which other weights may be swapped into before they are written."""
-        rule = self.update_rule
-        state = adapter_state(rule.model.transformer) if adapter else _full_state(rule)
-        return {name: tensor.clone() if tensor.device == rule.device else tensor for name, tensor in state.items()}
+    def saved(self, wait: bool) -> str | None:
+        """The checkpoint that was written since the last call, if any. Raises: CheckpointError."""
+        return self.checkpointer.finished(wait)
 
-
-def _full_state(rule: PolicyUpdate) -> dict[str, torch.Tensor]:
-    """Whole weights under diffusers' names, on the CPU."""
-    return {
-        name.removeprefix("transformer."): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu()
-        for name, p in rule.model.named_parameters()
-    }
-
-
-def _write_checkpoint(
-    folder: Path, rule: PolicyUpdate, states: dict[str, dict[str, torch.Tensor]], adapter: bool
-) -> None:
-    """states: suffix of the folder ("" or "_average") -> tensors."""
-    partial = folder.with_name(folder.name + ".partial")
-    for suffix, state in states.items():
-        if adapter:
-            save_adapter(rule.model.transformer, partial / f"adapter{suffix}", state)
-            continue
-        target = partial / f"transformer{suffix}"
-        target.mkdir(parents=True)
-        tensors = {name: tensor.contiguous() for name, tensor in state.items()}
-        save_file(tensors, target / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
-        rule.model.transformer.save_config(target)
-    trainer = {"policy_version": rule.version, "kl_controller": rule.controller.state_dict()}
-    (partial / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n", "utf-8")
-    os.replace(partial, folder)
+    def load(self, place: str) -> int:
+        """Go on from a complete checkpoint; the policy version. Raises: CheckpointError, ValueError."""
+        folder, _, name = place.rpartition("/")
+        self.checkpointer.load(self.update_rule, CheckpointStore(folder).read(name))
+        return self.update_rule.version

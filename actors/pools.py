@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import ray
 
 from actors.cluster import Layout, start_actor, wait_until_ready
 from actors.learner import LearnerRank
-from actors.rollout_worker import RolloutWorker
-from actors.wait import wait_all, wait_some
+from actors.rollout_group import RolloutGroup, start_group
+from actors.wait import REPORT_S, wait_all, wait_some
 from sage_ray.config import Config
+from sage_ray.config_check import dp_degree
 from sage_ray.group_batch import split_groups
 from sage_ray.types import GroupRequest
 from sage_ray.weights import combined_digest
@@ -39,35 +41,35 @@ class GroupRefs:
 
 
 class RolloutPool:
-    """Rollout workers. A worker gets work only at the version it has confirmed."""
+    """Rollout groups. A group gets work only at the version that all its members have confirmed."""
 
     def __init__(self, config: Config, layout: Layout):
         self.timeout_s, self.groups_per_task = config.rollout.timeout_s, config.rollout.groups_per_task
-        at_once = 2 if config.rollout.overlap_decode else 1
-        self.workers = [
-            start_actor(
-                RolloutWorker, layout.gpus_rollout, config, layout.device, f"rollout-{n}", max_concurrency=at_once
-            )
-            for n in range(config.rollout.num_workers)
-        ]
+        self.groups = [start_group(config, layout, n) for n in range(config.rollout.num_workers)]
+
+    @property
+    def members(self) -> list[ray.actor.ActorHandle]:
+        """The actors of all groups."""
+        return [member for group in self.groups for member in group.members]
 
     def ready(self) -> list[ray.ObjectRef]:
         """References that are done once every model is loaded."""
-        return [worker.ready.remote() for worker in self.workers]
+        return [ref for group in self.groups for ref in group.ready()]
 
     def leave(self) -> int:
-        """Every worker's weights wait on the host; bytes freed on the devices."""
-        return sum(wait_all([w.leave.remote() for w in self.workers], "rollout workers to leave", self.timeout_s))
+        """All weights wait on the host; bytes freed on the devices."""
+        return sum(wait_all([m.leave.remote() for m in self.members], "rollout workers to leave", self.timeout_s))
 
     def enter(self) -> None:
-        """Every worker's weights come back."""
-        wait_all([w.enter.remote() for w in self.workers], "rollout workers to come back", self.timeout_s)
+        """All weights come back."""
+        wait_all([m.enter.remote() for m in self.members], "rollout workers to come back", self.timeout_s)
 
     def load_weights(self, publication: Publication) -> None:
-        """Give every worker one version; waits for all, raises when one confirms anything else."""
+        """Give every actor one version; waits for all, raises when one confirms anything else."""
+        members = self.members
         answers = wait_all(
-            [w.load_weights.remote(publication.version, publication.digest, *publication.parts) for w in self.workers],
-            f"weights of version {publication.version} on {len(self.workers)} rollout workers",
+            [m.load_weights.remote(publication.version, publication.digest, *publication.parts) for m in members],
+            f"weights of version {publication.version} on {len(members)} rollout workers",
             self.timeout_s,
         )
         for answer in answers:
@@ -75,31 +77,35 @@ class RolloutPool:
                 raise RuntimeError(f"rollout worker answers {answer} to version {publication.version}")
 
     def generate(self, requests: Sequence[GroupRequest]) -> Iterator[GroupRefs]:
-        """Groups in the order in which they finish; each worker has one task running and one waiting."""
+        """Groups in the order in which they finish; each rollout group has one task running and one waiting."""
         size = self.groups_per_task
         queue = deque(requests[i : i + size] for i in range(0, len(requests), size))
-        running: dict[ray.ObjectRef, tuple[ray.actor.ActorHandle, list[GroupRefs]]] = {}
+        running: dict[ray.ObjectRef, tuple[RolloutGroup, list[GroupRefs]]] = {}
+        following: set[ray.ObjectRef] = set()
 
-        def submit(worker: ray.actor.ActorHandle) -> None:
+        def submit(group: RolloutGroup) -> None:
             if queue:
                 task = queue.popleft()
-                name = f"generate step {task[0].step} groups {task[0].group} to {task[-1].group}"
-                refs = worker.generate.options(num_returns=3 * len(task), name=name).remote(*task)
+                refs, others = group.generate(task)
                 groups = [GroupRefs(request, *refs[3 * i : 3 * i + 3]) for i, request in enumerate(task)]
-                running[groups[-1].info] = worker, groups
+                running[groups[-1].info] = group, groups
+                following.update(others)
 
-        for worker in [*self.workers, *self.workers]:
-            submit(worker)
+        for group in [*self.groups, *self.groups]:
+            submit(group)
         while running:
-            done, _ = wait_some(list(running), 1, f"{len(running) + len(queue)} rollout tasks", self.timeout_s)
-            for info in done:
-                worker, groups = running.pop(info)
-                submit(worker)
+            what = f"{len(running) + len(queue)} rollout tasks"
+            done, _ = wait_some([*running, *following], 1, what, self.timeout_s)
+            ray.get([ref for ref in done if ref in following], timeout=REPORT_S)
+            following.difference_update(done)
+            for info in [ref for ref in done if ref in running]:
+                group, groups = running.pop(info)
+                submit(group)
                 yield from groups
 
 
 class LearnerGroup:
-    """FSDP2 ranks that act as one."""
+    """FSDP2 ranks that act as one. The ranks of a sequence parallel group take the same groups of videos."""
 
     def __init__(self, config: Config, layout: Layout):
         self.config, self.timeout_s = config, config.learner.timeout_s
@@ -128,10 +134,12 @@ class LearnerGroup:
     ) -> dict[str, float]:
         """One iteration of learning on groups given in order; metrics of rank 0 (the same everywhere)."""
         loss = self.config.loss
-        plan = split_groups(len(trajectories), loss.num_updates, len(self.ranks)) * loss.num_epochs
+        sp_size, dp = self.config.learner.sp_size, dp_degree(self.config)
+        plan = split_groups(len(trajectories), loss.num_updates, dp) * loss.num_epochs
+        mine = [[shares[rank // sp_size] for shares in plan] for rank in range(len(self.ranks))]
         refs = [
-            rank.update.remote(list(trajectories), [shares[i] for shares in plan], advantages, weights, num_trained)
-            for i, rank in enumerate(self.ranks)
+            rank.update.remote(list(trajectories), own, advantages, weights, num_trained)
+            for rank, own in zip(self.ranks, mine, strict=True)
         ]
         return wait_all(refs, f"the update of {len(trajectories)} groups", self.timeout_s)[0]
 
@@ -141,6 +149,18 @@ class LearnerGroup:
         digests = wait_all([digest for _, digest in pairs], f"publication of version {version}", self.timeout_s)
         return Publication(version, combined_digest(digests), tuple(part for part, _ in pairs))
 
-    def save(self, folder: str) -> None:
-        """Write a checkpoint; every rank takes part."""
-        wait_all([rank.save.remote(folder) for rank in self.ranks], f"checkpoint {folder}", self.timeout_s)
+    def save(self, place: str, note: dict[str, Any]) -> None:
+        """Begin to write a checkpoint; every rank takes part. It is written while the learner goes on."""
+        wait_all([rank.save.remote(place, note) for rank in self.ranks], f"checkpoint {place}", self.timeout_s)
+
+    def saved(self, wait_s: float = 0.0) -> str | None:
+        """The checkpoint that was written since the last call, if any; waits for one that is being written.
+
+        Raises: CheckpointError, WaitTimeoutError.
+        """
+        refs = [rank.saved.remote(wait_s > 0) for rank in self.ranks]
+        return wait_all(refs, "a checkpoint to be written", wait_s or self.timeout_s)[0]
+
+    def load(self, place: str) -> int:
+        """Go on from a complete checkpoint; the policy version."""
+        return wait_all([rank.load.remote(place) for rank in self.ranks], f"checkpoint {place}", self.timeout_s)[0]

@@ -132,6 +132,8 @@ class RewardService:
         async with worker.busy:
             try:
                 return await asyncio.wrap_future(getattr(worker.actor, verb).remote().future())
+            except ray.exceptions.ActorUnavailableError:  # it lives, and may hold everything
+                raise
             except ray.exceptions.RayActorError:  # it holds nothing, and is started again for its next batch
                 return 0
 
@@ -238,6 +240,8 @@ class RewardService:
             batch = await self._take(worker)
             async with worker.busy:
                 serves = await self._serve_batch(worker, batch)
+        if not self.workers:
+            await self._give_up()
 
     async def _serve_batch(self, worker: _Worker, batch: list[_Video]) -> bool:
         """Score one batch; whether the worker can take another. Holds no frames once it has returned."""
@@ -303,10 +307,7 @@ class RewardService:
         except (TimeoutError, ray.exceptions.RayError) as error:
             logger.warning("reward worker %d did not come up again: %s", worker.number, error)
         self.workers.remove(worker)
-        if not self.workers:
-            await self._give_up()
-        else:
-            await self._put([])  # the others may now take what avoided them
+        await self._put([])  # the others may now take what avoided them
         return False
 
     async def _give_up(self) -> None:

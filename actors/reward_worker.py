@@ -50,6 +50,8 @@ class RewardWorker:
         Args: indices: B positions in their groups. prompts: B texts. groups: B arrays uint8 [G, T, H, W, 3], the group
             of each video (the same one may come several times; it is shared memory).
         """
+        if self.parked.is_parked:
+            raise RuntimeError("this worker's weights wait on the host (leave); enter brings them back")
         start = time.monotonic()
         videos = [group[index] for index, group in zip(indices, groups, strict=True)]
         values = np.full((len(videos), 0), np.nan)

@@ -157,7 +157,7 @@ def compare(config: Config, trained: PackedVelocity, receiver: RandomPolicy, tot
     free()
     sampled, start = time.monotonic() - start, time.monotonic()
     rules = ReplayRules(sampling.guidance_scale, sampling.last_step, schedule.rule.candidates)
-    rule = PolicyUpdate(trained, config.loss, config.kl, config.optimizer, rules, total_steps, 1)
+    rule = PolicyUpdate(trained, config.loss, config.kl, config.optimizer, rules, total_steps, config.learner)
     rule.agreement = agreement = PrintedAgreement(schedule)
     ones = np.ones(config.data.group_size, np.float32)
     metrics = rule.update(

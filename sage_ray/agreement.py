@@ -40,11 +40,12 @@ def allowed_disagreement(given: float | None, clip_range: float, dtype: torch.dt
 class Agreement:
     """Compares the log-probs of rollout and learner, and remembers the differences until `metrics` is asked.
 
-    Args: allowed: largest |learner - rollout|, nats per dimension.
+    Args: allowed: largest |learner - rollout|, nats per dimension. sp_size: ranks in turn that score the same pairs,
+        which are compared once.
     """
 
-    def __init__(self, allowed: float):
-        self.allowed = allowed
+    def __init__(self, allowed: float, sp_size: int = 1):
+        self.allowed, self.sp_size = allowed, sp_size
         self._seen: list[np.ndarray] = []
 
     def check(self, passes: Sequence[Pass], replayed: Sequence[torch.Tensor]) -> None:
@@ -55,7 +56,8 @@ class Agreement:
         """
         columns = (one.rollout_log_prob for one in passes), (one.weights for one in passes)
         table = torch.stack([torch.cat([*column]).float() for column in (replayed, *columns)])
-        learner, rollout, weights = gather_over_ranks(table).cpu().numpy().astype(np.float64).transpose(1, 0, 2)
+        gathered = gather_over_ranks(table, self.sp_size).cpu().numpy().astype(np.float64)
+        learner, rollout, weights = gathered.transpose(1, 0, 2)
         difference = np.subtract(learner, rollout, out=np.zeros_like(learner), where=weights > 0)
         wrong = ~(np.abs(difference) <= self.allowed)
         if wrong.any():
@@ -81,7 +83,7 @@ class Agreement:
     def _fail(self, passes: Sequence[Pass], wrong: np.ndarray, values: np.ndarray, num_compared: int) -> NoReturn:
         """Name the worst pair. wrong: bool [ranks, pairs]; values: [num_wrong, 2], learner's and rollout's log-prob."""
         mine = [place for one in passes for place in one.places]
-        every: list[Place] = [place for rank in gather_objects(mine) for place in rank]
+        every: list[Place] = [place for rank in gather_objects(mine, self.sp_size) for place in rank]
         places = [every[i] for i in np.flatnonzero(wrong)]
         differences = values[:, 0] - values[:, 1]
         worst = int(np.argmax(np.where(np.isfinite(differences), np.abs(differences), np.inf)))

@@ -11,9 +11,11 @@ from sage_ray.config_check import num_prompts, validate
 from sage_ray.config_files import check_model, check_output_dir
 from sage_ray.config_load import load_config
 from sage_ray.data.prompts import read_prompts
+from sage_ray.json_object import read_object
 from sage_ray.models.adapter_file import check_adapter
 from sage_ray.models.lora import check_targets
 from sage_ray.models.policy_folder import check_fits
+from sage_ray.resume import Resume, find_resume
 from sage_ray.rewards.build import check_runtime_env, check_scorers
 from sage_ray.shapes.world import parse_caption
 from sage_ray.training_schedule import training_schedule
@@ -27,15 +29,23 @@ class CheckedRun:
     config: Config
     prompts: list[Prompt]
     held_out: list[Prompt]
+    resume: Resume | None = None
+    """Where a run of before goes on."""
 
 
-def check(files: Sequence[Path], overrides: Sequence[str]) -> CheckedRun:
-    """Raises ValueError naming key or file, value and rule, for the first fault."""
+def check(files: Sequence[Path], overrides: Sequence[str], *, trains: bool = True) -> CheckedRun:
+    """Raises ValueError naming key or file, value and rule, for the first fault.
+
+    Args: trains: else nothing is resumed, whatever the configuration says.
+    """
     config = load_config(files, overrides)
+    if not trains:
+        config.resume = None
     validate(config)
     for rule in FILE_RULES:
         rule(config)
-    return CheckedRun(config, *_prompts(config))
+    prompts, held_out = _prompts(config)
+    return CheckedRun(config, prompts, held_out, find_resume(config, prompts))
 
 
 def problems(config: Config) -> list[str]:
@@ -44,7 +54,9 @@ def problems(config: Config) -> list[str]:
     A policy that cannot be loaded is one fault: what follows from its files is then not checked.
     """
     found = []
-    for rule in (*FILE_RULES, _prompts):
+    for rule in (*FILE_RULES, _prompts, _check_resume):
+        if rule is _check_resume and found:
+            continue
         if rule in NEED_MODEL and any(fault.startswith("model.path") for fault in found):
             continue
         try:
@@ -55,7 +67,12 @@ def problems(config: Config) -> list[str]:
 
 
 def _check_output(config: Config) -> None:
-    check_output_dir(Path(config.output_dir))
+    if config.resume is None:
+        check_output_dir(Path(config.output_dir))
+
+
+def _check_resume(config: Config) -> None:
+    find_resume(config, _prompts(config)[0])
 
 
 def _check_reward(config: Config) -> None:
@@ -96,5 +113,14 @@ def _check_lora(config: Config) -> None:
             raise ConfigError(f"lora.path={config.lora.path!r}: {error}") from error
 
 
-NEED_MODEL = (_check_schedule, _check_lora)
+def _check_heads(config: Config) -> None:
+    """In attention every actor of a sequence parallel group has whole heads."""
+    file = Path(config.model.path) / "transformer" / "config.json"
+    heads = read_object(file)["num_attention_heads"]
+    for key, size in (("learner.sp_size", config.learner.sp_size), ("rollout.sp_size", config.rollout.sp_size)):
+        if heads % size:
+            raise ConfigError(f"{key}={size}: must divide num_attention_heads={heads} of {file}")
+
+
+NEED_MODEL = (_check_schedule, _check_heads, _check_lora)
 FILE_RULES: tuple[Callable[[Config], None], ...] = (_check_output, check_model, *NEED_MODEL, _check_reward)

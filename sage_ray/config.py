@@ -269,10 +269,15 @@ class LearnerConfig:
     num_ranks: int = 1
     """FSDP2 ranks, one actor each."""
     sp_size: int = 1
-    """Sequence parallel degree inside the learner."""
+    """Ranks that share the tokens of the same videos (Ulysses); must divide num_ranks and the transformer's heads."""
     videos_per_pass: int | None = None
     """Most videos in one forward and backward: more where a small model waits for kernel launches, fewer where memory
     is short. A pass holds whole groups, each at one step, or an equal part of one; null is one group."""
+    shard_gradients: bool = False
+    """Sum gradients over the ranks after every pass, not once: a rank keeps its share of them between passes instead of
+    all of them (33 GB at the real size), for as many reductions as there are passes."""
+    reference_offload: bool = False
+    """Keep anchor and previous step in pinned host memory (official: reference_mode_offload)."""
     timeout_s: float = 3600.0
     """Bound of one update, publish, save or load."""
 
@@ -282,9 +287,10 @@ class RolloutConfig:
     num_workers: int = 1
     """Rollout groups at the start."""
     gpus_per_group: int = 1
-    """GPUs of one rollout group when devices are GPUs."""
+    """GPUs of one rollout group when devices are GPUs: one for each of its sp_size actors."""
     sp_size: int = 1
-    """Sequence parallel degree of a rollout group; must divide gpus_per_group."""
+    """Actors of one rollout group, on one node, that share the tokens of its videos; must divide gpus_per_group and the
+    transformer's heads. With learner.sp_size the same, log-probs agree bit for bit."""
     cuda_graphs: bool = False
     """Record a forward once for every shape and replay it: for small models on a GPU."""
     groups_per_task: int = 1
@@ -330,15 +336,29 @@ class ClusterConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    path: str | None = None
+    """Folder of the checkpoints, which all learner ranks see, or a URL that fsspec opens; of one run. Null is
+    output_dir/checkpoints."""
+    keep_last: int | None = None
+    """Checkpoints that are kept, the newest ones; null keeps all."""
+    keep_every: int | None = None
+    """With keep_last: those of every keep_every-th iteration stay too."""
+
+
+@dataclass
 class Config:
     output_dir: str = "outputs/run"
-    """Everything the run writes; must be new or empty."""
+    """Everything the run writes; must be new or empty unless the run is resumed."""
+    resume: str | None = None
+    """null starts anew, "auto" goes on from the run's newest complete checkpoint (anew where there is none), anything
+    else is the folder or URL of the checkpoint to go on from."""
     seed: int = 42
     """Seed of prompts order and of all rollout noise."""
     num_iterations: int = 100
     """Iterations: rollout, reward, advantage, update, publish."""
     save_interval: int = 100
-    """Iterations between checkpoints; the last iteration is always saved."""
+    """Iterations between checkpoints, which are written while the run goes on; the last iteration is always saved."""
     model: ModelConfig = field(default_factory=ModelConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -352,6 +372,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 @functools.cache

@@ -72,6 +72,7 @@ AT_LEAST: dict[str, float] = {
     "rollout.groups_per_task": 1, "rollout.decode_frames": 1, "learner.videos_per_pass": 1,
     "evaluation.num_prompts": 0, "evaluation.videos_per_prompt": 1, "evaluation.num_steps": 1,
     "evaluation.interval": 0, "evaluation.seed": 0, "cluster.object_store_bytes": 1,
+    "checkpoint.keep_last": 1, "checkpoint.keep_every": 1,
 }  # fmt: skip
 
 POSITIVE = (
@@ -94,7 +95,7 @@ def validate(config: Config) -> None:
     Raises:
         ConfigError: names key, value and rule.
     """
-    for rules in (_single_values, _sampling, _kl_and_reward, _evaluation, _optimizer, _parallel, _prompts):
+    for rules in (_single_values, _sampling, _kl_and_reward, _evaluation, _optimizer, _parallel, _shapes, _prompts):
         for broken in rules(config):
             raise ConfigError(f"{broken.key}={value_at(config, broken.key)!r}: {broken.rule}")
 
@@ -226,8 +227,15 @@ def _parallel(config: Config) -> Iterator[Broken]:
         size, available = value_at(config, key), value_at(config, whole)
         if available % size:
             yield Broken(key, f"must divide {whole}={available}")
-        if size > 1:
-            yield Broken(key, "must be 1: sequence parallel is not built yet")
+        if size > 1 and config.model.stock_forward:
+            yield Broken(key, "must be 1 with model.stock_forward=true: diffusers' forward runs on one device")
+    if config.rollout.sp_size > 1:
+        for key, why in (
+            ("rollout.cuda_graphs", "a graph does not record what the GPUs of a group exchange"),
+            ("rollout.overlap_decode", "threads would let the actors of a group denoise its tasks in different orders"),
+        ):
+            if value_at(config, key):
+                yield Broken(key, f"must be false with rollout.sp_size={config.rollout.sp_size}: {why}")
     if config.rollout.cuda_graphs:
         for key, why in (
             ("rollout.overlap_decode", "no other thread may use the GPU while a graph is recorded"),
@@ -237,12 +245,26 @@ def _parallel(config: Config) -> Iterator[Broken]:
         ):
             if value_at(config, key):
                 yield Broken(key, f"must be false with rollout.cuda_graphs=true: {why}")
+    if config.model.compile and not config.model.gradient_checkpointing:
+        yield Broken("model.compile", "needs model.gradient_checkpointing=true: else the learner runs other code")
     if config.model.stock_forward and config.model.compile:
         yield Broken("model.compile", "must be false with model.stock_forward=true, which runs as diffusers ships it")
     if config.cluster.take_turns and config.learner.num_ranks > 1:
         yield Broken("cluster.take_turns", "needs one learner rank: actors that share a GPU take turns on it")
     if config.rollout.gpus_per_group > config.rollout.sp_size:
         yield Broken("rollout.gpus_per_group", f"must be rollout.sp_size={config.rollout.sp_size}, others would idle")
+
+
+def _shapes(config: Config) -> Iterator[Broken]:
+    """In bfloat16 another batch shape gives other bits, which the gate would take for other weights."""
+    size, group = config.learner.videos_per_pass, config.data.group_size
+    if config.model.dtype == "float32" or config.loss.max_disagreement is not None:
+        return
+    why = "in bfloat16 without loss.max_disagreement: rollout and learner must run the same batch shapes"
+    if config.rollout.groups_per_task > 1:
+        yield Broken("rollout.groups_per_task", f"must be 1 {why}")
+    if size is not None and size > group:
+        yield Broken("learner.videos_per_pass", f"must be at most data.group_size={group} {why}")
 
 
 def _prompts(config: Config) -> Iterator[Broken]:

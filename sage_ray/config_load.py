@@ -52,10 +52,13 @@ def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
 
 
 def open_output(config: Config) -> Path:
-    """The run's folder, made when missing, with the resolved configuration in it."""
+    """The run's folder, made when missing, with the resolved configuration in it. Raises: ConfigError."""
     output = Path(config.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "config.yaml").write_text(to_yaml(config), "utf-8")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "config.yaml").write_text(to_yaml(config), "utf-8")
+    except OSError as error:
+        raise ConfigError(f"output_dir={config.output_dir!r}: cannot be written: {error}") from error
     return output
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,6 +81,17 @@ class Divergence:
         statistics = sorted(name for name in self._points if name.startswith(FRAMES))
         found = [self._judge(name) for name in JUDGES] + [self._statistic(name) for name in statistics]
         return [warning for warning in found if warning is not None]
+
+    def replay(self, lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Take what a run has written so far, in order: an iteration's line (it has "alarms/divergence") ends a look, a
+        line of an evaluation belongs to the next. Returns what belongs to the coming one."""
+        noted: dict[str, Any] = {}
+        for line in lines:
+            noted |= line
+            if "alarms/divergence" in line:
+                self.update(noted)
+                noted = {}
+        return noted
 
     def _judge(self, name: str) -> str | None:
         points = self._points.get(name, [])

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sage_ray.evaluation import EvaluatedPolicy
-from sage_ray.types import AXES
+from sage_ray.evaluation import EvaluatedPolicy, EvaluatedSet
+from sage_ray.types import AXES, Prompt
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,28 @@ def evaluation_rows(policies: Sequence[EvaluatedPolicy]) -> list[EvaluationRow]:
         for name, evaluated in policy.sets.items()
         for place, failure in enumerate(evaluated.failures)
     ]
+
+
+def evaluated_policy(name: str, rows: Sequence[EvaluationRow]) -> EvaluatedPolicy:
+    """What `evaluation_rows` made rows of; it has no previews, and no score that every video failed to get."""
+    sets = {}
+    for which in dict.fromkeys(row.prompts for row in rows):
+        mine = [row for row in rows if row.prompts == which]
+        table = [_named_scores(row) for row in mine]
+        scores = {key: np.array([np.nan if line[key] is None else line[key] for line in table]) for key in table[0]}
+        kept = {key: values for key, values in scores.items() if key == "reward" or np.isfinite(values).any()}
+        prompts = tuple(Prompt(row.prompt_index, row.prompt) for row in mine if row.sample == 0)
+        sets[which] = EvaluatedSet(prompts, kept, tuple(row.failure or "" for row in mine))
+    return EvaluatedPolicy(name, rows[0].policy_version, sets)
+
+
+def _named_scores(row: EvaluationRow) -> dict[str, float | None]:
+    """Score -> value of one video, as `evaluated_set` names them, in its order."""
+    axes = {f"reward {axis}": getattr(row, axis) for axis in AXES}
+    parts = {f"reward {part}": value for part, value in row.parts.items()}
+    truth = {f"truth {axis}": getattr(row, f"truth_{axis}") for axis in AXES}
+    head, tail = {"reward": row.reward}, {"overall": row.overall, "truth": row.truth}
+    return head | axes | parts | tail | truth | {"match": row.match}
 
 
 def _scores(values: dict[str, np.floating]) -> dict:

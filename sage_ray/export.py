@@ -101,9 +101,10 @@ def default_base(policy: PolicyFolder) -> Path:
 
     Raises: ValueError when the checkpoint does not lie in a run's folder.
     """
-    file = policy.path.resolve().parent.parent.parent / "config.yaml"
-    if not file.is_file():
-        raise ValueError(f"--base: must be given, as {policy.path} does not lie in a run's folder (no {file})")
+    places = [folder / "config.yaml" for folder in policy.path.resolve().parents[:3]]
+    file = next((file for file in places if file.is_file()), None)
+    if file is None:
+        raise ValueError(f"--base: must be given, as {policy.path} does not lie in a run's folder (no {places[2]})")
     return Path(load_config([file], []).model.path)
 
 

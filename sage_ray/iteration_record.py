@@ -27,7 +27,7 @@ def iteration_metrics(
         "reward/std_in_group": _mean([_std(parts.total(group)) for group in axes_PGK]),
         "reward/total": _mean(parts.total(axes_PGK)),
     }
-    if peak := max(info.peak_bytes for info in infos):
+    if peak := max((info.peak_bytes for info in infos), default=0):
         metrics["memory/rollout_peak_bytes"] = float(peak)
     metrics |= {f"reward/{name}": _mean(axes_PGK[..., k]) for k, name in enumerate(parts.names)}
     truths = [score.truth for score in scores if score.truth is not None]

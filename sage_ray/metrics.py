@@ -22,9 +22,12 @@ FILE_NAME = "metrics.jsonl"
 class MetricsWriter:
     """Appends to folder/metrics.jsonl and folder/tensorboard; a resumed run goes on in the same files."""
 
-    def __init__(self, folder: str | Path) -> None:
-        """folder is made when missing. A half-written last line, left by a crash, is cut off."""
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, first_step: int | None = None) -> None:
+        """folder is made when missing. A half-written last line, left by a crash, is cut off.
+
+        Args: first_step: of a resumed run; TensorBoard forgets points from there on, which an earlier process wrote.
+        """
+        self.folder, self._first_step = Path(folder), first_step
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file = (self.folder / FILE_NAME).open("a+b")
         self._cut_partial_line()
@@ -70,7 +73,7 @@ class MetricsWriter:
         if self._board is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(self.folder / "tensorboard"))
+            self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self._first_step)
         return self._board
 
     def _cut_partial_line(self) -> None:
@@ -79,21 +82,29 @@ class MetricsWriter:
         self._file.truncate(content.rfind(b"\n") + 1)
 
 
-def read_metrics(file: str | Path) -> list[dict[str, Any]]:
-    """Lines of a metrics.jsonl merged by step, in order of steps; where a step has a metric twice the later counts.
-
-    A step is written twice when evaluation adds to it, or when a resumed run repeats it. A last line without an end
-    is a write in progress and is left out.
+def read_lines(file: str | Path) -> list[dict[str, Any]]:
+    """Lines of a metrics.jsonl as they were written. A last line without an end is a write in progress and is left out.
 
     Raises:
         ValueError: names file, line and rule.
     """
-    steps: dict[int, dict[str, Any]] = {}
+    lines = []
     for number, line in enumerate(Path(file).read_text(encoding="utf-8").split("\n")[:-1], start=1):
         try:
             values = json.loads(line)
-            step = values["step"]
+            values["step"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file}, line {number}: must be a JSON object with the key step") from error
-        steps[step] = steps.get(step, {}) | values
+        lines.append(values)
+    return lines
+
+
+def read_metrics(file: str | Path) -> list[dict[str, Any]]:
+    """Lines of a metrics.jsonl merged by step, in order of steps; where a step has a metric twice the later counts.
+
+    A step is written twice when evaluation adds to it. Raises: as `read_lines`.
+    """
+    steps: dict[int, dict[str, Any]] = {}
+    for values in read_lines(file):
+        steps[values["step"]] = steps.get(values["step"], {}) | values
     return [steps[step] for step in sorted(steps)]

@@ -1,4 +1,8 @@
-"""FSDP2 over the learner's ranks: process group, mesh and sharding of the velocity model."""
+"""FSDP2 over the learner's ranks: process groups, mesh and sharding of the velocity model.
+
+Rank r is member r % sp_size of the sequence parallel group r // sp_size. Weights are sharded over all ranks; the ranks
+of one group compute the same videos, each on its share of the tokens.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +32,15 @@ def start_process_group(rank: int, world_size: int, address: str, port: int, *, 
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+
+
+def sequence_group(sp_size: int, timeout_s: float) -> dist.ProcessGroup | None:
+    """This rank's sequence parallel group; every rank of the process group must ask. None alone."""
+    if sp_size == 1:
+        return None
+    group, _ = dist.new_subgroups(sp_size, timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)  # every rank is a member of one
+    return group
 
 
 def load_sharded(
@@ -62,7 +75,7 @@ def shard(model: PackedVelocity, world_size: int, device: str) -> PackedVelocity
     Inputs are never cast by FSDP (the model casts what must be cast), so that timesteps and rotary tables stay
     float32 and a sharded forward equals the rollout worker's plain one.
     """
-    mesh = init_device_mesh(device, (world_size,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device, (world_size,), mesh_dim_names=("ranks",))
     policy = MixedPrecisionPolicy(
         param_dtype=None if model.dtype == torch.float32 else model.dtype,
         reduce_dtype=torch.float32,
@@ -93,26 +106,32 @@ def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Sum a small tensor over the ranks in place; does nothing without a process group."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+def sum_over_ranks(values: torch.Tensor, copies: int = 1) -> torch.Tensor:
+    """Sum a small tensor over the ranks in place, where each `copies` ranks in turn bring the same; does nothing
+    without a process group."""
+    if not _is_alone():
         dist.all_reduce(values)
-    return values
+    return values.div_(copies) if copies > 1 else values
 
 
-def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """[ranks, *shape] from a tensor of the same shape on every rank."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
+def gather_over_ranks(values: torch.Tensor, copies: int = 1) -> torch.Tensor:
+    """[ranks / copies, *shape] from a tensor of the same shape on every rank, where each `copies` ranks in turn bring
+    the same."""
+    if _is_alone():
         return values[None]
     gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, values)
-    return torch.stack(gathered)
+    return torch.stack(gathered[::copies])
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """Every rank's value, pickled: for small things and rare occasions."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
+def gather_objects(value: Any, copies: int = 1) -> list[Any]:
+    """Every rank's value, as `gather_over_ranks`, pickled: for small things and rare occasions."""
+    if _is_alone():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
-    return gathered
+    return gathered[::copies]
+
+
+def _is_alone() -> bool:
+    return not (dist.is_initialized() and dist.get_world_size() > 1)

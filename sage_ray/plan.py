@@ -57,7 +57,7 @@ def _iteration(config: Config) -> Iterator[Line]:
 
 def _learner(config: Config) -> Iterator[Line]:
     learner, loss = config.learner, config.loss
-    shares = split_groups(num_prompts(config), loss.num_updates, learner.num_ranks)
+    shares = split_groups(num_prompts(config), loss.num_updates, dp_degree(config))
     real = [sum(group >= 0 for group in rank) for update in shares for rank in update]
     padded = sum(group < 0 for update in shares for rank in update for group in rank)
     yield Line("learner", f"{learner.num_ranks} ranks = dp {dp_degree(config)} x sp {learner.sp_size}")
@@ -131,9 +131,10 @@ def _devices(config: Config) -> Iterator[Line]:
     rollout, reward, learner = config.rollout, config.reward, config.learner
     share = 1 if reward.gpus_per_worker is None else reward.gpus_per_worker
     total = rollout.num_workers * rollout.gpus_per_group + reward.num_workers * share + learner.num_ranks
+    together = f" (sp {rollout.sp_size})" if rollout.sp_size > 1 else ""
     yield Line(
         "GPUs",
-        f"{total:g} = {rollout.num_workers} rollout groups of {rollout.gpus_per_group} + "
+        f"{total:g} = {rollout.num_workers} rollout groups of {rollout.gpus_per_group}{together} + "
         f"{reward.num_workers} reward of {share:g} + "
         f"{learner.num_ranks} learner; fewer are shared where one learner rank allows it, none means CPU",
     )

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from sage_ray.agreement import Agreement, NonFiniteError, allowed_disagreement
-from sage_ray.config import KLConfig, LossConfig, OptimizerConfig
+from sage_ray.config import KLConfig, LearnerConfig, LossConfig, OptimizerConfig
 from sage_ray.equalizer import equalizer_scales
 from sage_ray.group_batch import GroupBatch, Pass, ReplayRules, passes_of
 from sage_ray.loss import policy_loss
@@ -37,7 +37,7 @@ class PolicyUpdate:
     Args:
         model: PackedVelocity with float32 master weights, plain or sharded; what requires a gradient is trained.
         rules: how the rollout was made. total_steps: optimizer steps of the whole run, for the learning rate.
-        videos_per_pass: of one forward and backward (`passes_of`).
+        learner: how passes are cut (`passes_of`), gradients summed and references kept.
     """
 
     def __init__(
@@ -48,15 +48,16 @@ class PolicyUpdate:
         optimizer: OptimizerConfig,
         rules: ReplayRules,
         total_steps: int,
-        videos_per_pass: int | None = None,
+        learner: LearnerConfig | None = None,
     ):
         self.model, self.loss, self.kl, self.settings, self.rules = model, loss, kl, optimizer, rules
-        self.total_steps, self.videos_per_pass = total_steps, videos_per_pass
+        self.total_steps, self.learner = total_steps, learner or LearnerConfig()
         self.device = next(model.parameters()).device
         self.trainable = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(model.named_parameters(), optimizer)
         self.version = 0
-        self.agreement = Agreement(allowed_disagreement(loss.max_disagreement, loss.clip_range, model.dtype))
+        allowed = allowed_disagreement(loss.max_disagreement, loss.clip_range, model.dtype)
+        self.agreement = Agreement(allowed, model.sp_size)
         self.terms = KL_TERMS[kl.mode]
         self.controller = KLController(
             start=kl.coef,
@@ -66,7 +67,7 @@ class PolicyUpdate:
             direction=kl.direction,
             schedule=kl.schedule,
         )
-        self.bank = ReferenceBank(model, model.dtype)
+        self.bank = ReferenceBank(model, model.dtype, self.learner.reference_offload)
         holds_previous = self.terms.previous and kl.previous != "rollout"
         self.held = [n for n, needed in (("anchor", self.terms.anchor), ("previous", holds_previous)) if needed]
         for name in self.held:
@@ -133,7 +134,7 @@ class PolicyUpdate:
         return self._report(sums, norms)
 
     def _passes(self, batch: Sequence[GroupBatch]) -> list[Pass]:
-        return passes_of(batch, self.rules, self._scale, self.device, self.videos_per_pass)
+        return passes_of(batch, self.rules, self._scale, self.device, self.learner.videos_per_pass)
 
     def _measures_share(self) -> bool:
         """Whether the KL's own gradient is measured at this step: its backward runs first, the policy's adds to it.
@@ -149,18 +150,19 @@ class PolicyUpdate:
         """Add the gradient of the chosen parts to .grad; (sums [len(SUMS)] of all ranks, log-probs of every pass under
         the weights that sampled).
 
-        The sums are those of the whole loss, whatever is chosen.
+        The sums are those of the whole loss, whatever is chosen. A rank's gradient is a part of the sum, of its groups
+        and its tokens; FSDP2 takes the mean over world_size ranks.
         """
         sums, replayed = torch.zeros(len(SUMS), device=self.device), []
         for index, one in enumerate(passes):
             if isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(index == len(passes) - 1)
+                self.model.set_requires_gradient_sync(self.learner.shard_gradients or index == len(passes) - 1)
             policy_part, kl_part, pass_sums, old = self._pass_loss(one, num_pairs)
             parts = [part for part, chosen in ((policy_part, policy), (kl_part, kl)) if chosen]
             (sum(parts[1:], parts[0]) * world_size).backward()
             sums += pass_sums
             replayed.append(old)
-        return sum_over_ranks(sums), replayed
+        return sum_over_ranks(sums, self.model.sp_size), replayed
 
     def _replay(self, one: Pass) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-prob [B], velocity) of a pass under the live weights, guided as in the rollout."""

@@ -1,7 +1,8 @@
 """Seconds and GPU memory of a configuration at the real size, from the rates of `cost.H100`. Nothing is allocated.
 
-Left out of the seconds: optimizer steps, collectives, turns, evaluation, checkpoints. Left out of the bytes: text
-encoders (they wait on the host), the reward model, CUDA contexts, fragmentation.
+Left out of the seconds: optimizer steps, collectives (those of sequence parallelism too), turns, evaluation,
+checkpoints. Left out of the bytes: text encoders (they wait on the host), the reward model, CUDA contexts,
+fragmentation.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sage_ray.config import Config
-from sage_ray.config_check import num_prompts
+from sage_ray.config_check import dp_degree, num_prompts
 from sage_ray.cost import H100, Dims, Way, forward_s, update_s
 from sage_ray.group_batch import split_groups
 from sage_ray.json_object import read_object
@@ -90,7 +91,8 @@ def _published_bytes(config: Config, dims: Dims) -> float:
 
 
 def _rollout_s(config: Config, dims: Dims, rates: H100) -> dict[str, float]:
-    """Of the busiest worker. The reward model scores beside it, all but the last group, unless they take turns."""
+    """Of the busiest group. The reward model scores beside it, all but the last group, unless they take turns. One of
+    its actors decodes."""
     sampling, group = config.sampling, config.data.group_size
     prompts = num_prompts(config)
     videos = math.ceil(prompts / config.rollout.num_workers) * group
@@ -98,7 +100,7 @@ def _rollout_s(config: Config, dims: Dims, rates: H100) -> dict[str, float]:
     pixels = sampling.num_frames * sampling.height * sampling.width
     scored = prompts * group / config.reward.num_workers if config.cluster.take_turns else group
     parts = {
-        "denoise": videos * sampling.num_steps * _branches(config) * forward,
+        "denoise": videos * sampling.num_steps * _branches(config) * forward / config.rollout.sp_size,
         "decode": videos * pixels / rates.decode_pixels_s,
     }
     if config.reward.path is not None:
@@ -109,9 +111,9 @@ def _rollout_s(config: Config, dims: Dims, rates: H100) -> dict[str, float]:
 def _update_s(config: Config, dims: Dims, num_trained: int, rates: H100) -> dict[str, float]:
     """Of the busiest rank."""
     loss, kl, tokens = config.loss, config.kl, _tokens(config, dims)
-    shares = split_groups(num_prompts(config), loss.num_updates, config.learner.num_ranks)
+    shares = split_groups(num_prompts(config), loss.num_updates, dp_degree(config))
     groups = sum(max(len(rank) for rank in update) for update in shares) * loss.num_epochs
-    velocities = groups * config.data.group_size * num_trained * _branches(config)
+    velocities = groups * config.data.group_size * num_trained * _branches(config) / config.learner.sp_size
     steps, forward = loss.num_updates * loss.num_epochs, forward_s(dims, tokens, config.model.compile, rates)
     training = velocities * update_s(dims, tokens, _way(config), rates)
     terms = KL_TERMS[kl.mode]
@@ -134,7 +136,7 @@ def _rollout_bytes(config: Config, dims: Dims, rates: H100) -> dict[str, float]:
     sampling, rollout, group = config.sampling, config.rollout, config.data.group_size
     at_once = min(config.learner.videos_per_pass or group, group)
     together = at_once * rollout.groups_per_task if at_once == group else at_once
-    work = together * _tokens(config, dims) * dims.dim * 2.0 * rates.work_tokens / 2
+    work = together * _tokens(config, dims) * dims.dim * 2.0 * rates.work_tokens / 2 / rollout.sp_size
     area = sampling.height * sampling.width / REFERENCE_PIXELS
     if rollout.decode_frames is None:
         videos = group * rollout.groups_per_task
@@ -155,16 +157,18 @@ def _learner_bytes(config: Config, dims: Dims, num_trained: int, rates: H100) ->
     copies = _held(config) + (loss.num_updates * loss.num_epochs > 1)
     moments = 1 if config.optimizer.name == "muon" and not config.lora.rank else 2
     at_once = min(config.learner.videos_per_pass or group, group)
-    groups = max(len(rank) for rank in split_groups(num_prompts(config), loss.num_updates, ranks)[0])
+    groups = max(len(rank) for rank in split_groups(num_prompts(config), loss.num_updates, dp_degree(config))[0])
     passes = groups * num_trained * math.ceil(group / at_once)
     parts = {
         "frozen base": 2.0 * dims.parameters / ranks if config.lora.rank else 0.0,
         "masters": 4.0 * trained / ranks,
         # Between passes that do not reduce, FSDP2 keeps every rank's gradients whole, in float32.
-        "gradients": 4.0 * trained / (1 if passes > 1 else ranks),
+        "gradients": 4.0 * trained / (1 if passes > 1 and not config.learner.shard_gradients else ranks),
         "optimizer": 4.0 * moments * trained / ranks,
         # While a copy is in the module, the live weights wait beside it.
-        "references": (2.0 * copies + 4.0) * trained / ranks if copies else 0.0,
+        "references": (2.0 * copies + 4.0) * trained / ranks
+        if copies and not config.learner.reference_offload
+        else 0.0,
         "moving average": 8.0 * trained / ranks if config.optimizer.ema_decay is not None else 0.0,
         "two gathered blocks": 4.0 * dims.block_parameters,
         "activations": _activations(config, dims, at_once, rates),
@@ -174,7 +178,7 @@ def _learner_bytes(config: Config, dims: Dims, num_trained: int, rates: H100) ->
 
 def _activations(config: Config, dims: Dims, videos: int, rates: H100) -> float:
     """Of all forwards of a pass, and what one block holds while it is recomputed."""
-    token = videos * _tokens(config, dims) * dims.dim * 2.0
+    token = videos * _tokens(config, dims) * dims.dim * 2.0 / config.learner.sp_size
     work = token * rates.work_tokens
     if not config.model.gradient_checkpointing:
         return _branches(config) * dims.layers * work

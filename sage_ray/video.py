@@ -1,4 +1,4 @@
-"""Writes videos as H.264 in MP4, which every player and browser shows."""
+"""Writes (and reads) videos as H.264 in MP4, which every player and browser shows."""
 
 from __future__ import annotations
 
@@ -40,6 +40,12 @@ def write_video(path: str | Path, frames: np.ndarray, fps: float, scale: int = 1
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_video(path: str | Path) -> np.ndarray:
+    """Frames of a file that `write_video` wrote: uint8 [T, H, W, 3], as large as they are in it. Raises: OSError."""
+    with av.open(str(path)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
 def enlarge(frames: np.ndarray, scale: int) -> np.ndarray:

@@ -40,6 +40,17 @@ def test_an_evaluation_has_no_learner() -> None:
     assert plan_layout(config(2, 1, 8), 1, num_ranks=0) == Layout("cuda", 1 / 3, 1 / 3, 1 / 3)
 
 
+def test_a_rollout_group_has_a_gpu_for_each_of_its_actors() -> None:
+    mine = config(2, 1, 3)
+    mine.rollout.sp_size = mine.rollout.gpus_per_group = 2
+    assert plan_layout(mine, 8) == Layout("cuda", 1, 1, 1)
+    alone = config(1, 1, 1)
+    alone.rollout.sp_size = alone.rollout.gpus_per_group = 2
+    for few in (1, 3):
+        with pytest.raises(ConfigError, match=f"1 rollout groups of 2, .* need 4 GPUs, the cluster has {few}"):
+            plan_layout(alone, few)
+
+
 def test_learner_ranks_never_share_a_gpu() -> None:
     with pytest.raises(ConfigError, match="2 learner ranks need 4 GPUs, the cluster has 3"):
         plan_layout(config(1, 1, 2), 3)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import nn
 
@@ -18,6 +19,7 @@ from sage_ray.models.attention import PackedAttention
 from sage_ray.models.condition import ConditionTensors
 from sage_ray.models.packed_block import BlockPieces, compiled_pieces, use_pieces
 from sage_ray.schedule import timestep
+from sage_ray.sequence_parallel import TokenShards, gather_video
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,11 +44,25 @@ class PackedVelocity(nn.Module):
             raise ValueError("transformer/config.json: use_meanflow is true; only text-to-video models are supported")
         self.transformer = transformer
         self.dtype = dtype
+        self.sequence_group: dist.ProcessGroup | None = None
         self._prepare_blocks(
             compiled_pieces(keep_attention) if compiled else BlockPieces(keep_attention=keep_attention)
         )
         freeze_unused(transformer)
         self.trainable_names = frozenset(name for name, p in self.named_parameters() if p.requires_grad)
+
+    def share_tokens(self, group: dist.ProcessGroup | None) -> None:
+        """Compute every forward together with the other ranks of a group, each on its share of the tokens; all of them
+        must be given the same inputs, and get the same velocity. None computes alone."""
+        heads = self.transformer.config.num_attention_heads
+        if group is not None and heads % dist.get_world_size(group):
+            raise ValueError(f"sp_size={dist.get_world_size(group)}: must divide the transformer's {heads} heads")
+        self.sequence_group = group
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks that share the tokens of a forward."""
+        return 1 if self.sequence_group is None else dist.get_world_size(self.sequence_group)
 
     def forward(
         self,
@@ -73,9 +89,16 @@ class PackedVelocity(nn.Module):
         context = _spread(self._embed_text(timesteps, text, byt5, text_mask), batch).expand(batch, -1, -1).contiguous()
         text_mask = _joint_mask(text, byt5, text_mask, byt5_mask)
         text_mask = None if text_mask is None else _spread(text_mask, batch)
+        shards = None
+        if self.sequence_group is not None:
+            shards = TokenShards(self.sequence_group, hidden.shape[1], context.shape[1])
+            hidden, context = shards.cut(hidden), shards.cut(context)
+            rotary = tuple(shards.cut(table, 0) for table in rotary)
         for block in model.transformer_blocks:
-            hidden, context = block(hidden, context, time, text_mask, rotary, model.gradient_checkpointing)
+            hidden, context = block(hidden, context, time, text_mask, rotary, model.gradient_checkpointing, shards)
         out = model.proj_out(model.norm_out(hidden, time.expand(batch, -1)))
+        if shards is not None:
+            out = gather_video(shards, out)
         return self._unpatch(out, shape).float()
 
     def _prepare_blocks(self, pieces: BlockPieces) -> None:
@@ -108,7 +131,8 @@ class PackedVelocity(nn.Module):
         config = self.transformer.config
         p_t, p = config.patch_size_t, config.patch_size
         x = tokens.reshape(tokens.shape[0], *shape, -1, p_t, p, p).permute(0, 4, 1, 5, 2, 6, 3, 7)
-        return x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+        size = [extent * patch for extent, patch in zip(shape, (p_t, p, p), strict=True)]
+        return x.reshape(len(x), -1, *size).contiguous()  # no view: FSDP2 hooks what a forward returns
 
 
 def _spread(rows: torch.Tensor, batch: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""HunyuanVideo-1.5's VAE decoder in chunks of latent frames, with the numbers of a whole decode.
+"""HunyuanVideo-1.5's VAE decoder in chunks of latent frames: a whole decode's pixels, but for rounding.
 
 The decoder never looks ahead in time: convolutions are padded in front, norms and shortcuts see one position, and a
 latent frame attends to itself and those before it. So convolutions keep the last frames of their input from chunk to

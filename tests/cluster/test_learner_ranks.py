@@ -70,7 +70,7 @@ def advantages(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def pool(config):
     made = RolloutPool(config, CPU)
     yield made
-    for worker in made.workers:
+    for worker in made.members:
         ray.kill(worker)
 
 
@@ -119,7 +119,7 @@ def test_ranks_equal_one_plain_process(config, pool, num_ranks: int) -> None:
 
 
 def test_a_worker_without_weights_or_with_others_refuses(config, pool) -> None:
-    worker = pool.workers[0]
+    worker = pool.members[0]
     with pytest.raises(ray.exceptions.RayTaskError, match="this worker holds -1"):
         ray.get(worker.generate.remote(requests()[0]), timeout=120)
     learner = make_learner(config, 1)
@@ -149,10 +149,10 @@ def test_the_same_group_is_the_same_on_any_worker(config, pool) -> None:
     learner = make_learner(config, 1)
     publication = learner.publish(0)
     other = start_actor(RolloutWorker, 0, config, "cpu")
-    for worker in (pool.workers[0], other):
+    for worker in (pool.members[0], other):
         ray.get(worker.load_weights.remote(0, publication.digest, *publication.parts), timeout=120)
     request = requests()[2]
-    results = [ray.get(w.generate.remote(request), timeout=120) for w in (pool.workers[0], other)]
+    results = [ray.get(w.generate.remote(request), timeout=120) for w in (pool.members[0], other)]
     assert np.array_equal(results[0][0].latents, results[1][0].latents)
     assert np.array_equal(results[0][0].log_probs, results[1][0].log_probs)
     assert np.array_equal(results[0][1], results[1][1])
@@ -162,10 +162,15 @@ def test_the_same_group_is_the_same_on_any_worker(config, pool) -> None:
 
 
 KINDS = {
-    "muon": ["optimizer.name=muon", "optimizer.muon_dtype=float32"],
+    "muon": ["optimizer.name=muon", "optimizer.muon_dtype=float32", "learner.shard_gradients=true"],
     "lora": ["lora.rank=3", "lora.alpha=6"],
     "large_passes": ["learner.videos_per_pass=12"],
-    "two_epochs": ["loss.num_epochs=2", "kl.share_interval=1", "optimizer.ema_decay=0.5"],
+    "two_epochs": [
+        "loss.num_epochs=2",
+        "kl.share_interval=1",
+        "optimizer.ema_decay=0.5",
+        "learner.reference_offload=true",
+    ],
 }
 
 
@@ -195,10 +200,11 @@ def test_two_ranks_equal_one_with_every_optimizer_and_adapters(tmp_path, kind: s
         average = kind == "two_epochs"
         parts = ray.get(list(learner.publish(int(second["policy_version"]), average).parts))
         results.append((whole_tensors(parts), first, second))
-        learner.save(str(tmp_path / f"checkpoint_{num_ranks}"))
+        learner.save(str(tmp_path / f"checkpoint_{num_ranks}"), {"iteration": 2})
+        assert learner.saved(wait_s=60) == str(tmp_path / f"checkpoint_{num_ranks}")
         for rank in learner.ranks:
             ray.kill(rank)
-    for worker in pool.workers:
+    for worker in pool.members:
         ray.kill(worker)
     (one, *metrics_one), (two, *metrics_two) = results
     assert one.keys() == two.keys()

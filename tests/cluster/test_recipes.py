@@ -16,6 +16,10 @@ from tests.small import ROOT
 
 ADDITIONS = ("judge_clip.yaml",)
 """Files that come after a recipe; tests/cluster/test_evaluate.py runs it."""
+OFFICIAL = ("official_8gpu.yaml", "official_64gpu.yaml", "paper_setting_a.yaml", "paper_setting_b.yaml")
+"""One run when their sizes are overridden, so one of them is enough to start."""
+ELSEWHERE = ("lora_one_gpu.yaml",)
+"""Started by tests/bench/test_bench.py, from folders of random weights."""
 RECIPES = sorted(file for file in (ROOT / "configs").rglob("*.yaml") if file.name not in ADDITIONS)
 SHAPES = ROOT / "assets" / "shapes"
 SIZES = f"""model.path={SHAPES}/policy reward.path={SHAPES}/reward/VideoReward
@@ -36,8 +40,14 @@ def test_recipe_keeps_every_rule(recipe: Path) -> None:
     validate(load_config([recipe], []))
 
 
+def test_the_official_recipes_differ_in_sizes_and_reward_weights_only() -> None:
+    files = [ROOT / "configs" / file for file in OFFICIAL]
+    first, *others = (load_config([file], ["output_dir=run", "reward.setting=A", *SIZES]) for file in files)
+    assert all(other == first for other in others)
+
+
 @pytest.mark.cluster
-@pytest.mark.parametrize("recipe", RECIPES, ids=name)
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.name not in (*OFFICIAL[1:], *ELSEWHERE)], ids=name)
 def test_recipe_runs_one_iteration(recipe: Path, tmp_path: Path) -> None:
     done = launch("train", "--config", str(recipe), f"output_dir={tmp_path / 'run'}", *SIZES)
     assert done.returncode == 0, done.stderr

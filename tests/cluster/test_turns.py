@@ -13,7 +13,10 @@ from safetensors.numpy import load_file
 
 from actors.cluster import Layout, start_actor
 from actors.controller import Controller
+from actors.rollout_group import RolloutGroup
 from actors.rollout_worker import RolloutWorker
+from actors.stop import StopRequest
+from sage_ray.checks import CheckedRun
 from sage_ray.data.prompts import read_prompts
 from sage_ray.metrics import read_metrics
 from sage_ray.progress import Progress
@@ -40,7 +43,8 @@ class DriftingWorker(RolloutWorker):
 def make(folder: Path, *overrides: str) -> Controller:
     config = small_config(folder, [*WORDS, *overrides])
     prompts = read_prompts([Path(file) for file in config.data.prompts])
-    return Controller(config, Layout("cpu", 0, 0, 0), prompts, Progress(config.num_iterations))
+    run = CheckedRun(config, prompts, [])
+    return Controller(run, Layout("cpu", 0, 0, 0), Progress(config.num_iterations), StopRequest())
 
 
 def run(controller: Controller) -> None:
@@ -53,7 +57,7 @@ def run(controller: Controller) -> None:
 def end(controller: Controller) -> None:
     controller.close()
     rewards = [worker.actor for worker in controller.rollouts.rewards.workers]
-    for actor in (*controller.rollouts.rollouts.workers, *rewards, *controller.learner.ranks):
+    for actor in (*controller.rollouts.rollouts.members, *rewards, *controller.learner.ranks):
         ray.kill(actor)
 
 
@@ -113,7 +117,8 @@ def test_a_worker_that_drifts_stops_the_run_and_is_named(pair) -> None:
     """It joins a finished run; its weights are not what it confirmed. Nothing is stepped, nothing is written."""
     controller = pair[0]
     pool, digest = controller.rollouts.rollouts, controller.rollouts.digest
-    pool.workers.append(start_actor(DriftingWorker, 0, controller.config, "cpu", "rollout-1"))
+    drifting = start_actor(DriftingWorker, 0, controller.config, "cpu", "rollout-1")
+    pool.groups.append(RolloutGroup((drifting,)))
     controller.publish()
     with pytest.raises(ray.exceptions.RayTaskError) as caught:
         controller.step(2)

@@ -132,15 +132,36 @@ def test_every_number_must_be_finite(value):
             ["learner.videos_per_pass=3", "data.group_size=4"],
             "learner.videos_per_pass=3: must divide data.group_size=4 or be at least as large",
         ),
-        (["rollout.sp_size=2"], "rollout.sp_size=2: must divide rollout.gpus_per_group=1"),
-        (["learner.sp_size=3", "learner.num_ranks=8"], "learner.sp_size=3: must divide learner.num_ranks=8"),
         (
-            ["sp_size=2", "rollout.gpus_per_group=2", "learner.num_ranks=2"],
-            "rollout.sp_size=2: must be 1: sequence parallel is not built yet",
+            ["model.dtype=bfloat16", "rollout.groups_per_task=2"],
+            "rollout.groups_per_task=2: must be 1 in bfloat16 without loss.max_disagreement: rollout and learner must "
+            "run the same batch shapes",
         ),
         (
-            ["learner.sp_size=2", "learner.num_ranks=2"],
-            "learner.sp_size=2: must be 1: sequence parallel is not built yet",
+            ["model.dtype=bfloat16", "learner.videos_per_pass=8", "data.group_size=4"],
+            "learner.videos_per_pass=8: must be at most data.group_size=4 in bfloat16 without loss.max_disagreement: "
+            "rollout and learner must run the same batch shapes",
+        ),
+        (
+            ["model.compile=true"],
+            "model.compile=True: needs model.gradient_checkpointing=true: else the learner runs other code",
+        ),
+        (["rollout.sp_size=2"], "rollout.sp_size=2: must divide rollout.gpus_per_group=1"),
+        (["learner.sp_size=3", "learner.num_ranks=8"], "learner.sp_size=3: must divide learner.num_ranks=8"),
+        (["rollout.gpus_per_group=2"], "rollout.gpus_per_group=2: must be rollout.sp_size=1, others would idle"),
+        (
+            ["learner.sp_size=2", "learner.num_ranks=2", "model.stock_forward=true"],
+            "learner.sp_size=2: must be 1 with model.stock_forward=true: diffusers' forward runs on one device",
+        ),
+        (
+            ["sp_size=2", "learner.num_ranks=4", "rollout.cuda_graphs=true"],
+            "rollout.cuda_graphs=True: must be false with rollout.sp_size=2: a graph does not record what the GPUs "
+            "of a group exchange",
+        ),
+        (
+            ["sp_size=2", "learner.num_ranks=2", "rollout.overlap_decode=true"],
+            "rollout.overlap_decode=True: must be false with rollout.sp_size=2: threads would let the actors of a "
+            "group denoise its tasks in different orders",
         ),
         (
             ["batch_size=4"],

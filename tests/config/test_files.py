@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from sage_ray.checks import problems
 from sage_ray.config import Config, ConfigError
 from sage_ray.config_files import CONFIG_FILES, PIPELINE, WEIGHTS, check_model, check_output_dir, check_pipeline
 from tests.conftest import POLICY
@@ -159,6 +160,16 @@ def test_vae_without_ratio(config, small_world):
     write_json(file, content)
     with pytest.raises(ConfigError, match=f"{file}: key temporal_compression_ratio is missing"):
         check_model(config)
+
+
+@pytest.mark.parametrize("key", ["learner.sp_size", "rollout.sp_size"])
+def test_a_sequence_parallel_group_divides_the_heads(config, key):
+    section, name = key.split(".")
+    setattr(getattr(config, section), name, 3)
+    expected = f"{key}=3: must divide num_attention_heads=4 of {config.model.path}/transformer/config.json"
+    assert expected in problems(config)
+    setattr(getattr(config, section), name, 4)
+    assert not any("num_attention_heads" in fault for fault in problems(config))
 
 
 def test_output_dir(tmp_path):

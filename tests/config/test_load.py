@@ -169,7 +169,7 @@ def test_every_flag_of_the_official_program_is_known():
 
 def test_official_sp_size_is_the_learners_and_the_rollouts():
     config = load_config([], ["sp_size=2"])
-    assert (config.learner.sp_size, config.rollout.sp_size) == (2, 2)
+    assert (config.learner.sp_size, config.rollout.sp_size, config.rollout.gpus_per_group) == (2, 2, 2)
 
 
 @pytest.mark.parametrize(

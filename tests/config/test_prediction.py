@@ -53,6 +53,17 @@ def test_every_held_reference_is_one_forward(mode: str, previous: str, held: int
     assert found.get("references", 0.0) == pytest.approx(held * 4 * 2 * forward_s(REAL, TOKENS, True, RATES))
 
 
+def test_sequence_parallel_ranks_share_forwards_and_activations() -> None:
+    """The busiest rank of dp 2 x sp 2 has one of two groups, and half of its tokens; one actor of a group decodes."""
+    words = "data.num_prompts=2", "learner.num_ranks=4", "cluster.take_turns=false"
+    alone, shared = (predict(configured(*words, *sp), REAL, 19, RATES) for sp in ((), ("sp_size=2",)))
+    assert shared.update_s == pytest.approx({name: seconds / 2 for name, seconds in alone.update_s.items()})
+    assert shared.rollout_s["denoise"] == pytest.approx(alone.rollout_s["denoise"] / 2)
+    assert shared.rollout_s["decode"] == alone.rollout_s["decode"]
+    assert shared.learner_bytes["activations"] == alone.learner_bytes["activations"] / 2
+    assert shared.learner_bytes["masters"] == alone.learner_bytes["masters"]
+
+
 def test_further_optimizer_steps_take_old_log_probs() -> None:
     """With two epochs the second one's pairs run once more without gradient."""
     found = predict(configured("loss.num_epochs=2", "kl.mode=none"), REAL, 1, RATES).update_s
@@ -81,6 +92,9 @@ def test_gradients_are_whole_between_passes_and_sharded_with_one() -> None:
     many = predict(configured(*full), REAL, 19, RATES).learner_bytes
     one = predict(configured(*full, "learner.videos_per_pass=4"), REAL, 1, RATES).learner_bytes
     assert many["gradients"] == 4 * REAL.parameters and one["gradients"] == REAL.parameters
+    small = "learner.shard_gradients=true", "learner.reference_offload=true"
+    found = predict(configured(*full, *small), REAL, 19, RATES).learner_bytes
+    assert found["gradients"] == REAL.parameters and "references" not in found and "references" in many
     assert many["optimizer"] == many["masters"] == REAL.parameters
 
 
@@ -96,12 +110,16 @@ def test_plan_prints_the_prediction_of_a_real_model(tmp_path: Path, capsys) -> N
     """The folder holds nothing but its sizes: the plan reads no weights (and says that they are missing)."""
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "config.json").write_text(json.dumps(SETTINGS), "utf-8")
-    recipe = str(ROOT / "configs" / "official_8gpu.yaml")
-    assert main(["plan", "--config", recipe, f"model.path={tmp_path}", f"output_dir={tmp_path / 'run'}"]) == 2
+    words = ["--config", str(ROOT / "configs" / "official_8gpu.yaml"), f"model.path={tmp_path}"]
+    words.append(f"output_dir={tmp_path / 'run'}")
+    assert main(["plan", *words]) == 2
     lines = capsys.readouterr().out.splitlines()
     for name in ("time an iteration (H100)", "rollout, busiest worker", "update, busiest rank"):
         assert sum(line.startswith(name) for line in lines) == 1, name
     memory = [line for line in lines if line.startswith("GPU memory")]
+    assert len(memory) == 2 and not any("more than" in line for line in memory)
+    assert main(["plan", *words, "learner.videos_per_pass=null", "rollout.decode_frames=null"]) == 2
+    memory = [line for line in capsys.readouterr().out.splitlines() if line.startswith("GPU memory")]
     assert len(memory) == 2 and all(line.endswith("more than an 80 GB card has") for line in memory)
 
 

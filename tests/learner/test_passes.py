@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sage_ray.config import KLConfig, LossConfig, OptimizerConfig
+from sage_ray.config import KLConfig, LearnerConfig, LossConfig, OptimizerConfig
 from sage_ray.group_batch import GroupBatch, ReplayRules
 from sage_ray.policy_update import PolicyUpdate
 from sage_ray.transition import RULES
@@ -48,7 +48,7 @@ def learner(videos_per_pass: int | None, guidance_scale: float = 1.0, **loss) ->
         OptimizerConfig(name="adamw", learning_rate=1e-3, eps=1e-3),
         ReplayRules(guidance_scale=guidance_scale),
         total_steps=8,
-        videos_per_pass=videos_per_pass,
+        learner=LearnerConfig(videos_per_pass=videos_per_pass),
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from sage_ray.config import LoraConfig
-from sage_ray.models.attention import CPU, best_kernel, masked
+from sage_ray.models.attention import CPU, PackedAttention, best_kernel, masked
 from sage_ray.models.lora import adapt
 from sage_ray.models.packed_block import BlockPieces, compiled_pieces, use_pieces
 from sage_ray.models.packed_velocity import PackedVelocity
@@ -22,10 +23,10 @@ from tests.small import free_port, load_velocity
 Gradients = dict[str, torch.Tensor]
 
 
-def model_with(pieces: BlockPieces, recompute: bool = False, lora: int = 0) -> PackedVelocity:
+def model_with(pieces: BlockPieces, recompute: bool = False, lora: int = 0, targets=None) -> PackedVelocity:
     model = load_velocity(POLICY, torch.float32, "cpu")
     if lora:
-        adapt(model, LoraConfig(rank=lora), 0, dtype=torch.float32)
+        adapt(model, LoraConfig(rank=lora, targets=targets), 0, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
@@ -35,10 +36,10 @@ def model_with(pieces: BlockPieces, recompute: bool = False, lora: int = 0) -> P
     return model
 
 
-def inputs(model: PackedVelocity, *lengths: int) -> tuple:
-    """Latents of four videos, times, texts of the given lengths, byT5, masks."""
+def inputs(model: PackedVelocity, *lengths: int, size: tuple[int, int, int] = (3, 4, 4)) -> tuple:
+    """Latents of four videos of F x H x W, times, texts of the given lengths, byT5, masks."""
     config, generator, longest = model.transformer.config, torch.Generator().manual_seed(3), max(lengths)
-    latents = torch.randn(4, config.out_channels, 3, 4, 4, generator=generator)
+    latents = torch.randn(4, config.out_channels, *size, generator=generator)
     text = torch.randn(len(lengths), longest, config.text_embed_dim, generator=generator)
     mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
     times = torch.linspace(400, 900, len(lengths))
@@ -60,12 +61,19 @@ def assert_close(ours: Gradients, theirs: Gradients) -> None:
         assert (ours[name] - gradient).abs().max() <= 1e-6 + 1e-5 * gradient.abs().max(), name
 
 
+TARGETS = [["add_q_proj"], ["transformer_blocks.2.attn.to_q"], ["ff_context.net.2"], ["norm1.linear"], ["to_q", "to_v"]]
+"""With some, blocks or queries, keys and values need no gradient."""
+
+
 @pytest.mark.parametrize("keep_attention", [True, False])
-@pytest.mark.parametrize("lengths", [(7,), (7, 5)])
-@pytest.mark.parametrize("lora", [0, 4])
-def test_recomputation_changes_no_bit(keep_attention: bool, lengths: tuple[int, ...], lora: int) -> None:
-    velocity, gradients = run(model_with(BlockPieces(), lora=lora), *lengths)
-    recomputed = run(model_with(BlockPieces(keep_attention=keep_attention), recompute=True, lora=lora), *lengths)
+@pytest.mark.parametrize(
+    ("lengths", "lora", "targets"),
+    [((7,), 0, None), ((7, 5), 0, None), ((7,), 4, None), ((7, 5), 4, None), *(((7,), 4, some) for some in TARGETS)],
+)
+def test_recomputation_changes_no_bit(keep_attention: bool, lengths: tuple[int, ...], lora: int, targets) -> None:
+    velocity, gradients = run(model_with(BlockPieces(), lora=lora, targets=targets), *lengths)
+    pieces = BlockPieces(keep_attention=keep_attention)
+    recomputed = run(model_with(pieces, recompute=True, lora=lora, targets=targets), *lengths)
     assert torch.equal(recomputed[0], velocity)
     assert recomputed[1].keys() == gradients.keys()
     assert all(torch.equal(recomputed[1][name], gradient) for name, gradient in gradients.items())
@@ -125,12 +133,54 @@ def test_compiled_pieces_give_the_same_for_every_length_of_text(compiled: BlockP
     assert graphs == [8, 8, 8]  # two pieces, with and without gradient, the last block apart
 
 
-def test_a_learner_scores_as_a_rollout_does(compiled: BlockPieces) -> None:
-    """Bit for bit, although a compiled piece may round differently under gradient: the forward runs without."""
-    learner, worker = model_with(compiled, recompute=True), model_with(compiled).requires_grad_(False)
+def rounding(graph: torch.fx.GraphModule, _: list):
+    """A compiler whose code rounds differently under gradient."""
+    error = 1e-3 if torch.is_grad_enabled() else 0.0
+    return lambda *inputs: tuple(x + error for x in graph(*inputs))
+
+
+def test_a_learner_scores_as_a_rollout_does() -> None:
+    """Bit for bit, although compiled pieces round differently under gradient: the forward runs without."""
+    torch._dynamo.reset()
+    pieces = compiled_pieces(True, backend=rounding)
+    learner, worker = model_with(pieces, recompute=True), model_with(pieces).requires_grad_(False)
     with torch.no_grad():
         rollout = worker(*inputs(worker, 7))
     assert torch.equal(learner(*inputs(learner, 7)).detach(), rollout)
+    learner.transformer.gradient_checkpointing = False
+    assert not torch.equal(learner(*inputs(learner, 7)).detach(), rollout)
+    torch._dynamo.reset()
+
+
+def test_other_batches_and_threads_compile_their_own(compiled: BlockPieces) -> None:
+    """What was compiled before changes nothing, and no thread falls back to pieces as they are written."""
+    model = model_with(compiled).requires_grad_(False)
+
+    def graphs_of(videos: int, length: int) -> int:
+        latents, *rest = inputs(model, length)
+        before = counters["stats"]["unique_graphs"]
+        with torch.no_grad():
+            model(latents[:1].repeat(videos, 1, 1, 1, 1), *rest)
+        return counters["stats"]["unique_graphs"] - before
+
+    with ThreadPoolExecutor(1) as pool:
+        new = [pool.submit(graphs_of, videos, length).result() for videos in range(2, 13) for length in (7, 12)]
+    assert new == [2, 0] * 11
+
+
+def test_the_processor_is_diffusers_own_attention() -> None:
+    """Prompts of unequal length in one batch, at their valid tokens; padded text is attended by nobody."""
+    block = load_transformer(POLICY / "transformer", torch.float32, "cpu").transformer_blocks[0]
+    generator, width = torch.Generator().manual_seed(1), block.attn.to_q.in_features
+    video, text = (torch.randn(2, n, width, generator=generator) for n in (12, 7))
+    angles = torch.rand(12, width // block.attn.heads, generator=generator)
+    mask = torch.arange(7) < torch.tensor([7, 4])[:, None]
+    arguments = video, text, mask, (angles.cos(), angles.sin())
+    with torch.no_grad():
+        theirs = block.attn(*arguments[:2], attention_mask=mask, image_rotary_emb=arguments[3])
+        ours = PackedAttention()(block.attn, *arguments)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours[1][mask], theirs[1][mask], rtol=0, atol=1e-5)
 
 
 def test_compiled_pieces_take_adapters(compiled: BlockPieces) -> None:

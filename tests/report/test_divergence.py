@@ -176,3 +176,32 @@ def test_the_same_curves_give_the_same_warnings():
 def test_wrong_arguments_are_named(arguments, told_rule):
     with pytest.raises(ValueError, match=told_rule):
         Divergence(**arguments)
+
+
+def test_a_resumed_run_warns_as_one_that_went_on():
+    """Lines of metrics.jsonl: an evaluation's line belongs to the iteration that follows it."""
+    curves = {REWARD: line(0, 2), TRUTH: line(1, 0, seed=1), SHARP: [*line(1, 1, 30, seed=2), *line(2, 2, 30, seed=3)]}
+    rows = [dict(zip(curves, row)) | {"alarms/divergence": 0.0} for row in zip(*curves.values(), strict=True)]
+    lines = []
+    for i, row in enumerate(rows):
+        lines += [{"step": i, HELD_OUT: 1 - 0.01 * i}] if i % 5 == 0 else []
+        lines.append({"step": i + 1, **row})
+    straight, said = Divergence(), []
+    noted: dict = {}
+    for entry in lines:
+        noted |= entry
+        if REWARD in entry:
+            said.append(straight.update(noted))
+            noted = {}
+    cut = 41  # after an evaluation, before its iteration
+    while REWARD in lines[cut - 1]:
+        cut += 1
+    resumed, again = Divergence(), []
+    noted = resumed.replay(lines[:cut])
+    assert HELD_OUT in noted
+    for entry in lines[cut:]:
+        noted |= entry
+        if REWARD in entry:
+            again.append(resumed.update(noted))
+            noted = {}
+    assert again == said[-len(again) :] and any(said)

@@ -55,18 +55,27 @@ def test_weights_wait_for_the_denoising_and_leaving_for_both(made) -> None:
     with ThreadPoolExecutor(3) as threads:
         answer = threads.submit(made.generate, *requests(1))
         assert began.wait(WAIT_S)
-        loaded, left = threads.submit(made.load_weights, *publication(1, 1.05)), None
-        assert not loaded.done() and made.version == 0
+        loaded = threads.submit(made.load_weights, *publication(1, 1.05))
+        with pytest.raises(TimeoutError):
+            loaded.result(0.5)
+        assert made.version == 0
         hook.remove()
         let_go.set()
         assert equal(answer.result(WAIT_S), expected)
         assert loaded.result(WAIT_S)["version"] == 1
+        began.clear()
+        let_go.clear()
+        hook = made.model.vae.decoder.conv_in.register_forward_pre_hook(on_forward)
         groups = threads.submit(made.generate, *requests(1, version=1))
+        assert began.wait(WAIT_S)
         left = threads.submit(made.leave)
+        with pytest.raises(TimeoutError):
+            left.result(0.5)
+        hook.remove()
+        let_go.set()
         assert left.result(WAIT_S) > 0
-        made.enter()
-        error = groups.exception(WAIT_S)  # it came after `leave`, or it was finished before
-        assert error is not None or groups.result()[2].weights_digest == publication(1, 1.05)[1]
+        assert groups.result(WAIT_S)[2].weights_digest == publication(1, 1.05)[1]
+    made.enter()
     made.load_weights(*publication(0, 1.0))
 
 

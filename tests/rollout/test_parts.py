@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sage_ray.config import KLConfig, LossConfig, OptimizerConfig
+from sage_ray.config import KLConfig, LearnerConfig, LossConfig, OptimizerConfig
 from sage_ray.group_batch import GroupBatch, ReplayRules
 from sage_ray.policy_update import PolicyUpdate
 from tests.conftest import POLICY
@@ -32,7 +32,7 @@ def test_the_learner_replays_the_bits_of_a_part(tmp_path, size: int, guided: tup
         OptimizerConfig(name="adamw"),
         ReplayRules(guidance_scale=3.0 if guided else 1.0),
         total_steps=1,
-        videos_per_pass=size,
+        learner=LearnerConfig(videos_per_pass=size),
     )
     passes = learner._passes([GroupBatch(trajectory, np.ones(4, np.float32), np.ones(4, np.float32))])
     assert len(passes) == 2 * 4 // size

@@ -1,0 +1,81 @@
+"""A rollout group: one worker, or rollout.sp_size actors on one node that share the tokens of every forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+import torch.distributed as dist
+
+from actors.cluster import Layout, free_address, places_together, start_actor
+from actors.rollout_worker import RolloutWorker
+from sage_ray.config import Config
+from sage_ray.parallel import start_process_group
+from sage_ray.types import GroupRequest
+
+
+class RolloutMember(RolloutWorker):
+    """A worker that computes together with others. The lead, rank 0, answers; the others only denoise along.
+
+    All members must get the same calls in the same order.
+    """
+
+    def __init__(self, config: Config, device: str, name: str, rank: int):
+        super().__init__(config, device, name)
+        self.rank, self.device = rank, device
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address and a free port of this member's host."""
+        return free_address()
+
+    def join(self, address: tuple[str, int]) -> None:
+        """Form the group; unblocked by the last member."""
+        settings = self.config.rollout
+        start_process_group(self.rank, settings.sp_size, *address, device=self.device, timeout_s=settings.timeout_s)
+        self.model.velocity.share_tokens(dist.group.WORLD)
+
+    def follow(self, *requests: GroupRequest) -> None:
+        """The lead's `generate` without what comes after denoising."""
+        with self._denoising:
+            self._check_version(requests)
+            self.rollout.denoise(requests)
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """Actors that act as one worker, the lead first."""
+
+    members: tuple[ray.actor.ActorHandle, ...]
+
+    def ready(self) -> list[ray.ObjectRef]:
+        """References that are done once every model is loaded and the members know each other."""
+        lead, *others = self.members
+        if not others:
+            return [lead.ready.remote()]
+        address = lead.rendezvous.remote()
+        return [member.join.remote(address) for member in self.members]
+
+    def generate(self, task: Sequence[GroupRequest]) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
+        """(what the lead's `generate` returns, references that are done when the others are; they raise what they
+        raise, while the lead would wait for them in vain)."""
+        name = f"generate step {task[0].step} groups {task[0].group} to {task[-1].group}"
+        lead, *others = self.members
+        refs = lead.generate.options(num_returns=3 * len(task), name=name).remote(*task)
+        return refs, [member.follow.options(name=f"follow: {name}").remote(*task) for member in others]
+
+
+def start_group(config: Config, layout: Layout, number: int) -> RolloutGroup:
+    """Start a group's actors; where there are several, one node must have room for all."""
+    settings, device, name = config.rollout, layout.device, f"rollout-{number}"
+    if settings.sp_size == 1:
+        at_once = 2 if settings.overlap_decode else 1
+        worker = start_actor(RolloutWorker, layout.gpus_rollout, config, device, name, max_concurrency=at_once)
+        return RolloutGroup((worker,))
+    places = places_together(settings.sp_size, layout.gpus_rollout, name, config.cluster.start_timeout_s)
+    return RolloutGroup(
+        tuple(
+            start_actor(RolloutMember, layout.gpus_rollout, config, device, f"{name}.{rank}", rank, place=place)
+            for rank, place in enumerate(places)
+        )
+    )
