@@ -51,8 +51,8 @@ def train(folder: Path, kind: str, rank: int, world: int, port: int, trajectorie
 
 def main(rank: int, folder: str, world: int, ports: list[int], trajectories: list, froms: tuple[int, ...]) -> None:
     torch.set_num_threads(1)
-    jobs = [(kind, start) for kind in KINDS for start in froms]
-    for port, (kind, start) in zip(ports, jobs, strict=True):
+    jobs = [(kind, start) for kind in KINDS for start in froms if kind != "adamw" or start in (0, world)]
+    for port, (kind, start) in zip(ports, jobs):
         name = f"{kind}_{world}" + (f"_from_{start}" if start else "")
         target = Path(folder, name)
         target.mkdir(parents=True, exist_ok=True)
