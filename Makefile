@@ -18,7 +18,7 @@ demo: .venv/installed
 	$(BIN)/python launch.py train output_dir=outputs/demo $(ARGS)
 
 test: .venv/installed
-	$(BIN)/python -m pytest -q -n 2 $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 check: .venv/installed
 	$(BIN)/ruff check .

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import socket
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.orphans import watch
 from actors.wait import REPORT_S, WaitTimeoutError, wait_all
 from sage_ray.config import Config, ConfigError
+from sage_ray.parallel import free_port
 
 logger = logging.getLogger("sage_ray")
 THREAD_VARIABLES = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -135,9 +135,7 @@ def _have() -> str:
 
 def free_address() -> tuple[str, int]:
     """Address of this process's host, and a port there that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return ray.util.get_node_ip_address(), probe.getsockname()[1]
+    return ray.util.get_node_ip_address(), free_port()
 
 
 def wait_until_ready(refs: list[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:

@@ -54,7 +54,9 @@ class Controller:
         self.learner = LearnerGroup(config, layout)
         self.turns = Turns(config.cluster.take_turns, self.rollouts, self.learner)
         self.divergence = Divergence()
-        self._noted = self.divergence.replay(read_lines(self.output / FILE_NAME))
+        lines = read_lines(self.output / FILE_NAME)
+        self._noted = self.divergence.replay(lines)
+        self.progress.started_with(next((line for line in lines if "reward/total" in line), {}))
         self.finished, self.version = self.resume.iteration, 0
         self.checkpoint = self._staged = self.resume.checkpoint.path if self.resume.checkpoint else ""
 

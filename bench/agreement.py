@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from sage_ray.group_batch import GroupBatch, Pass, ReplayRules, count_pairs
 from sage_ray.group_rollout import GroupRollout
 from sage_ray.models.lora import adapt
 from sage_ray.models.packed_velocity import TORCH_DTYPES, PackedVelocity
-from sage_ray.parallel import shard, start_process_group
+from sage_ray.parallel import free_port, shard, start_process_group
 from sage_ray.policy_update import PolicyUpdate
 from sage_ray.training_schedule import TrainingSchedule, training_schedule
 from sage_ray.types import Condition, GroupRequest, Prompt, Trajectory
@@ -192,10 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict]:
     parsed = options().parse_args(arguments)
     logging.set_verbosity_error()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    start_process_group(0, 1, "127.0.0.1", port, device=device.type, timeout_s=600)
+    start_process_group(0, 1, "127.0.0.1", free_port(), device=device.type, timeout_s=600)
     size, results = SIZES[parsed.size], []
     trained = learner(parsed, size, configuration(parsed, 1.0), device)
     receiver = policy(parsed, size, configuration(parsed, 1.0), trained, device)

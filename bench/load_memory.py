@@ -20,7 +20,7 @@ from diffusers.utils import logging
 
 from bench.random_folders import random_numbers, write_transformer
 from sage_ray.config import LoraConfig
-from sage_ray.parallel import load_sharded, start_process_group
+from sage_ray.parallel import free_port, load_sharded, start_process_group
 
 SIZES = {
     "official": (dict(num_layers=54, num_attention_heads=16, attention_head_dim=128), 5 * 10**9),
@@ -38,7 +38,6 @@ SIZES = {
     ),
 }
 """name -> (what differs from diffusers' defaults, most bytes of one file)."""
-PORT = 29571
 
 
 def write_random(folder: Path, name: str) -> None:
@@ -57,9 +56,9 @@ def _status_bytes(key: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {key}")
 
 
-def load(rank: int, ranks: int, folder: Path, lora: int, device: str) -> None:
+def load(rank: int, ranks: int, port: int, folder: Path, lora: int, device: str) -> None:
     """One rank: load, and print what it took."""
-    start_process_group(rank, ranks, "127.0.0.1", PORT, device=device, timeout_s=600)
+    start_process_group(rank, ranks, "127.0.0.1", port, device=device, timeout_s=600)
     if device == "cuda":
         torch.cuda.set_device(rank)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
@@ -93,7 +92,7 @@ def main() -> None:
     folder = parsed.folder or Path(tempfile.mkdtemp()) / "transformer"
     if not folder.exists():
         write_random(folder, parsed.sizes)
-    mp.spawn(load, (parsed.ranks, folder, parsed.lora, parsed.device), nprocs=parsed.ranks)
+    mp.spawn(load, (parsed.ranks, free_port(), folder, parsed.lora, parsed.device), nprocs=parsed.ranks)
 
 
 if __name__ == "__main__":

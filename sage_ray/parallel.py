@@ -6,6 +6,9 @@ of one group compute the same videos, each on its share of the tokens.
 
 from __future__ import annotations
 
+import contextlib
+import random
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +24,19 @@ from sage_ray.config import LoraConfig
 from sage_ray.models.lora import PREFIX, adapt, adapter_values
 from sage_ray.models.packed_velocity import PackedVelocity
 from sage_ray.models.streamed import blank_transformer, fill
+
+PORTS = range(20000, 32768)
+"""Above those of Ray's workers, below those that Linux gives to whoever asks for any: nobody takes one by chance
+between `free_port` and its use."""
+
+
+def free_port() -> int:
+    """A port of this machine on which nobody listens, for a process group. Raises OSError when a hundred are taken."""
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(f"of a hundred ports in {PORTS.start}-{PORTS.stop - 1} none is free")
 
 
 def start_process_group(rank: int, world_size: int, address: str, port: int, *, device: str, timeout_s: float) -> None:

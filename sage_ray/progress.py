@@ -64,6 +64,10 @@ class Progress:
         """Prints one line as it is, above the live line if there is one."""
         self.console.print(escape(text))
 
+    def started_with(self, metrics: Mapping[str, float | None]) -> None:
+        """The run's first values, of a run that goes on."""
+        self._first |= {name: value for name in SHOWN if (value := metrics.get(name)) is not None}
+
     def _values(self, metrics: Mapping[str, float | None]) -> Iterator[str]:
         for name in SHOWN:
             value = metrics.get(name)

@@ -25,10 +25,9 @@ import torch.distributed as dist
 from sage_ray.checkpoint import Checkpointer
 from sage_ray.checkpoint_store import CheckpointStore
 from sage_ray.config import CheckpointConfig
-from sage_ray.parallel import start_process_group
+from sage_ray.parallel import free_port, start_process_group
 from tests.learner.checkpointed import read_state
 from tests.learner.tiny_rule import begin_save, step, tiny_rule
-from tests.small import free_port
 
 FORK = mp.get_context("fork")
 SIZE = 2048

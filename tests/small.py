@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,13 +18,6 @@ ROOT = Path(__file__).parents[1]
 def load_velocity(folder: Path, dtype: torch.dtype, device: str) -> PackedVelocity:
     """The transformer of a pipeline directory with float32 master weights, in one process and unsharded."""
     return PackedVelocity(load_transformer(folder / "transformer", torch.float32, device), dtype)
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def small_config(tmp_path: Path, overrides: Sequence[str] = ()) -> Config:

@@ -16,8 +16,9 @@ import torch.multiprocessing as mp
 
 from actors.learner import LearnerRank
 from actors.rollout_worker import RolloutWorker
+from sage_ray.parallel import free_port
 from tests.learner.test_policy_update import batch, request
-from tests.small import free_port, small_config
+from tests.small import small_config
 
 NUM_PAIRS = 4
 """Two groups of two videos at one step."""

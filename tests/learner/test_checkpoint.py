@@ -17,11 +17,11 @@ import torch.distributed as dist
 from sage_ray.checkpoint import Checkpointer, CheckpointError
 from sage_ray.checkpoint_store import CheckpointStore
 from sage_ray.config import CheckpointConfig
-from sage_ray.parallel import start_process_group
+from sage_ray.parallel import free_port, start_process_group
 from sage_ray.policy_update import PolicyUpdate
 from tests.learner.checkpointed import largest_difference, read_state
 from tests.learner.tiny_rule import begin_save, step, tiny_rule
-from tests.small import ROOT, free_port
+from tests.small import ROOT
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from actors.learner import LearnerRank
 from actors.reward_worker import RewardWorker
 from actors.turns import Turns
+from sage_ray.parallel import free_port
 from sage_ray.parked import tensors_of
 from sage_ray.rewards.scorer import modules_of
 from tests.learner.test_policy_update import PROMPT, batch, request, worker  # noqa: F401  (worker is a fixture)
-from tests.small import free_port, small_config
+from tests.small import small_config
 
 CLIPS = np.random.default_rng(0).integers(0, 255, (2, 9, 32, 32, 3), np.uint8)
 

@@ -21,13 +21,13 @@ from sage_ray.group_batch import GroupBatch, ReplayRules
 from sage_ray.models.condition import ConditionTensors
 from sage_ray.models.packed_block import BlockPieces, compiled_pieces, use_pieces
 from sage_ray.models.packed_velocity import PackedVelocity, guided_velocity
-from sage_ray.parallel import gather_objects, local_shards, sequence_group, shard, start_process_group
+from sage_ray.parallel import free_port, gather_objects, local_shards, sequence_group, shard, start_process_group
 from sage_ray.policy_update import PolicyUpdate
 from sage_ray.weights import pack, unpack
 from tests.conftest import POLICY
 from tests.models.test_packed_block import inputs, model_with
 from tests.rollout.small_rollout import publication, requests
-from tests.small import free_port, load_velocity, small_config
+from tests.small import load_velocity, small_config
 
 RANKS = 4
 ODD = (3, 3, 3)

@@ -20,10 +20,10 @@ from sage_ray.models.lora import (
 )
 from sage_ray.models.packed_velocity import PackedVelocity
 from sage_ray.models.prompt_encoder import align
-from sage_ray.parallel import reshard, shard, start_process_group
+from sage_ray.parallel import free_port, reshard, shard, start_process_group
 from sage_ray.weights import pack, unpack
 from tests.conftest import POLICY
-from tests.small import free_port, load_velocity
+from tests.small import load_velocity
 
 BF16, FP32 = torch.bfloat16, torch.float32
 REFINER = "context_embedder.token_refiner.refiner_blocks.0."

@@ -16,9 +16,9 @@ from sage_ray.models.packed_block import BlockPieces, compiled_pieces, use_piece
 from sage_ray.models.packed_velocity import PackedVelocity
 from sage_ray.models.stock_velocity import StockVelocity
 from sage_ray.models.streamed import load_transformer
-from sage_ray.parallel import shard, start_process_group
+from sage_ray.parallel import free_port, shard, start_process_group
 from tests.conftest import POLICY
-from tests.small import free_port, load_velocity
+from tests.small import load_velocity
 
 Gradients = dict[str, torch.Tensor]
 

@@ -49,12 +49,13 @@ def test_plain_lines():
 
 def test_resumed_run_counts_on_and_eta_covers_what_is_left():
     shown, file = make(100, finished=90)
+    shown.started_with({"reward/total": 0.25, "loss": 1.0})
     with shown.phase("update"):
         pass
-    shown.iteration(91, {})
+    shown.iteration(91, {"reward/total": 0.5})
     assert file.getvalue().splitlines() == [
         "iteration 91/100: update ...",
-        "iteration 91/100  update 1.0 s  30.0 iterations/min  ETA 18 s",
+        "iteration 91/100  reward +0.5000 (start +0.2500)  update 1.0 s  30.0 iterations/min  ETA 18 s",
     ]
 
 
