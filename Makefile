@@ -6,7 +6,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: demo test check chaos clean
+.PHONY: demo test test-cluster test-configs check chaos publishes watch experiment-smoke clean
 
 .venv/installed: requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv .venv
@@ -27,6 +27,44 @@ check: .venv/installed
 
 chaos: .venv/installed
 	$(BIN)/python -m tests.chaos --kills 50 $(ARGS)
+
+publishes: .venv/installed
+	$(BIN)/python -m tests.publishes --count 50 $(ARGS)
+
+# What people watch, with Debian's Prometheus and with wandb beside the rest; without them those tests are skipped.
+watch: .venv/installed .venv/prometheus/usr/bin/prometheus .venv/wandb
+	$(BIN)/python -m pytest -q tests/watch $(ARGS)
+
+.venv/prometheus/usr/bin/prometheus: | .venv/installed
+	mkdir -p .venv/prometheus
+	cd .venv/prometheus && apt-get download prometheus && dpkg -x prometheus_*.deb . && touch usr/bin/prometheus
+
+.venv/wandb: | .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@ wandb==0.31.0
+	touch $@
+
+# Every cell of every experiment on the CPU, one seed, two iterations of a few videos, and its report: shows that they
+# run, and nothing else. About ten minutes on two cores.
+experiment-smoke: .venv/installed
+	rm -rf outputs/smoke
+	$(BIN)/python launch.py experiment table2_a figure8 figure3 ours figure7 table2_b --budget smoke \
+		--runs outputs/smoke/runs --scratch outputs/smoke/work $(ARGS)
+	$(BIN)/python -m sage_ray.experiment.gradient_norm --prompts 2 --out outputs/smoke/report
+	$(BIN)/python launch.py report all --budget smoke --runs outputs/smoke/runs --out outputs/smoke/report
+
+# Deployment files against the clouds' models, and ray up on hosts that are namespaces of this machine: as root, with
+# iproute2, openssh-server and rsync, which it installs where apt-get is there.
+.venv/installed-cluster: .venv/installed requirements-cluster.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-cluster.txt
+	touch $@
+
+test-cluster: .venv/installed-cluster
+	command -v ip rsync /usr/sbin/sshd > /dev/null || apt-get install -y -qq iproute2 openssh-server rsync
+	SAGE_HOSTS=1 $(BIN)/python -m pytest -q -n 0 tests/deploy/test_files.py tests/cluster_hosts $(ARGS)
+
+# 10,000 damaged configurations; the tests take 200.
+test-configs: .venv/installed
+	SAGE_CONFIGS=10000 $(BIN)/python -m pytest -q -n 0 --timeout 7200 tests/config/test_mutated_configs.py $(ARGS)
 
 clean:
 	rm -rf .venv outputs

@@ -27,7 +27,9 @@ def main(arguments: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     where = "on an embedded Ray, or on the cluster that RAY_ADDRESS names"
     _configured(commands, "train", f"train {where}", "Align a policy.")
-    _configured(commands, "plan", "print what a configuration comes to, and every fault in it", "Check, start nothing.")
+    described = "print what a configuration comes to, and every fault in it"
+    planned = _configured(commands, "plan", described, "Check, start nothing.", " [--nodes GPUS,...]")
+    planned.add_argument("--nodes", metavar="GPUS[:ROLE],...", help="the cluster to plan for, as in 8:learner,8,8")
     evaluate = _configured(
         commands,
         "evaluate",
@@ -43,10 +45,23 @@ def main(arguments: list[str]) -> int:
         help="a checkpoint, or a transformer or adapter folder; several times, with one NAME for runs of several seeds",
     )
     commands.add_parser("export", help="write a checkpoint as something that plain diffusers opens", add_help=False)
+    commands.add_parser("experiment", help="make the runs of an experiment that are not stored yet", add_help=False)
+    commands.add_parser("report", help="tables and figures of experiments from stored runs", add_help=False)
+    commands.add_parser("prefer", help="a page for blind votes on two runs' videos, and their count", add_help=False)
     commands.add_parser("fetch", help="download the official policy, reward and prompts", add_help=False)
     commands.add_parser("convert", help="weights between the official layout and diffusers'", add_help=False)
+    for name, words in CLUSTER_COMMANDS.items():
+        commands.add_parser(name, help=words, add_help=False)
     parsed, rest = parser.parse_known_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    if parsed.command in CLUSTER_COMMANDS or os.environ.get("RAY_ADDRESS"):
+        from actors.auth import settle_auth
+
+        try:
+            settle_auth()  # before Ray is imported
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     return RUN[parsed.command](parsed, rest)
 
 
@@ -110,7 +125,7 @@ def run_plan(parsed: argparse.Namespace, overrides: list[str]) -> int:
     from sage_ray.config import ConfigError
     from sage_ray.config_check import validate
     from sage_ray.config_load import load_config
-    from sage_ray.plan import plan
+    from sage_ray.plan import Line, plan
     from sage_ray.training_schedule import training_schedule
 
     try:
@@ -119,24 +134,41 @@ def run_plan(parsed: argparse.Namespace, overrides: list[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    misfit: list[str] = []
     try:
         schedule = training_schedule(config)
     except (ValueError, OSError):  # named among the faults below
         schedule = None
     lines = plan(config, schedule)
+    try:
+        lines += [Line(*words) for words in _places(config, parsed.nodes)]
+    except ValueError as error:  # one fault more
+        misfit = [str(error)]
     width = max(len(line.name) for line in lines)
     for line in lines:
         print(f"{line.name:<{width}}  {line.value}")
-    faults = problems(config)
+    faults = [*misfit, *problems(config)]
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)
     return 2 if faults else 0
+
+
+def _places(config, nodes: str | None) -> list[tuple[str, str]]:
+    """Which actor goes to which node: of --nodes, of the cluster that RAY_ADDRESS names, or of this machine."""
+    from actors.layout import describe, plan
+    from actors.places import present_nodes
+
+    source, found = present_nodes(nodes)
+    return [("placed", f"on {source}"), *describe(plan(config, found), found)]
 
 
 WITHOUT_CONFIG = {
     "export": "sage_ray.export",
     "convert": "sage_ray.models.official.layout",
     "fetch": "sage_ray.fetch.command",
+    "experiment": "actors.experiment",
+    "report": "sage_ray.experiment.report",
+    "prefer": "sage_ray.preference.command",
 }
 """Commands about folders: the module that knows their options and does the work."""
 
@@ -153,8 +185,25 @@ def run_without_config(parsed: argparse.Namespace, arguments: list[str]) -> int:
     return command.run(lambda: module.run(own))
 
 
+CLUSTER_COMMANDS = {
+    "submit": "run one of the other commands on a cluster, and follow it",
+    "logs": "print a job's log",
+    "stop": "ask a job to save and end",
+    "status": "the jobs of a cluster",
+    "scale": "ask a running run for another number of rollout groups",
+}
+
+
+def run_on_cluster(parsed: argparse.Namespace, arguments: list[str]) -> int:
+    """A command about a cluster and its jobs."""
+    from actors.job_commands import run
+
+    return run(parsed.command, arguments, DEFAULT_CONFIG)
+
+
 RUN = {"train": run_train, "plan": run_plan, "evaluate": run_evaluate}
 RUN |= dict.fromkeys(WITHOUT_CONFIG, run_without_config)
+RUN |= dict.fromkeys(CLUSTER_COMMANDS, run_on_cluster)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

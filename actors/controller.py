@@ -5,6 +5,7 @@ It holds references, rewards and versions; latents and frames never pass through
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,11 +14,15 @@ from pathlib import Path
 import numpy as np
 
 from actors.cluster import Layout
+from actors.overlap import OverlapLoop
 from actors.pools import LearnerGroup
 from actors.scored_rollouts import Rollout, ScoredRollouts
+from actors.startup_memory import startup_memory
 from actors.stop import StopRequest, reason
+from actors.telemetry import Telemetry
 from actors.turns import Turns
 from sage_ray.advantage import Advantages, Normalisation, axis_advantages, group_advantages
+from sage_ray.busy_share import sequential_shares
 from sage_ray.checkpoint import CheckpointError
 from sage_ray.checkpoint_store import checkpoint_name
 from sage_ray.checks import CheckedRun
@@ -50,8 +55,10 @@ class Controller:
         self.rollout_log = RolloutLog(self.output / "rollouts")
         self.schedule = training_schedule(config)
         self.sigmas = tuple(map(float, self.schedule.coefs.sigmas))
+        self.layout, self.telemetry = layout, Telemetry(run, layout, progress)
         self.rollouts = ScoredRollouts(config, layout)
         self.learner = LearnerGroup(config, layout)
+        self.learner.publisher.receivers = lambda: self.rollouts.rollouts.members
         self.turns = Turns(config.cluster.take_turns, self.rollouts, self.learner)
         self.divergence = Divergence()
         lines = read_lines(self.output / FILE_NAME)
@@ -74,10 +81,14 @@ class Controller:
             self.version = self.learner.load(self.resume.checkpoint.path)
             self.rollouts.rewards.counts.update(self.resume.checkpoint.trainer["counters"])
         self.publish()
+        for words in startup_memory(self.config, self.learner.ranks[0], self.rollouts.rollouts.members[0]):
+            self.progress.message(words)
         self.progress.message(f"policy: {num_trainable:,} trainable parameters, {self.schedule.describe()}")
+        self.telemetry.start(self.schedule.rule.num_trained, lambda: self.rollouts.rewards.num_pending)
 
     def close(self) -> None:
         """End the reward service's thread and close the run's files; the actors end with Ray."""
+        self.telemetry.close()
         self.rollouts.close()
         self.metrics.close()
 
@@ -89,16 +100,30 @@ class Controller:
         """
         for iteration in range(self.finished, self.config.num_iterations):
             self.step(iteration)
-            last = iteration + 1 == self.config.num_iterations
-            self.look_at_save()
-            if last or (iteration + 1) % self.config.save_interval == 0:
-                self.save()
+            self.save_when_due()
             after_iteration(iteration + 1)
         self.look_at_save(self.config.learner.timeout_s, must=True)
+
+    def run_async(self, after_iteration: Callable[[int], None], is_due: Callable[[int], bool]) -> None:
+        """Overlapping loop: rollouts of the next iterations are made while the learner updates, by weights that are at
+        most overlap.max_policy_age publishes old (see `actors.overlap`).
+
+        `after_iteration` is called with the number of finished iterations where `is_due` says so: it waits until no
+        rollout worker works. A run that is resumed begins with fresh rollouts.
+        """
+        asyncio.run(OverlapLoop.run(self, after_iteration, is_due))
+        self.look_at_save(self.config.learner.timeout_s, must=True)
+
+    def save_when_due(self) -> None:
+        """After an iteration: note what was written, and begin to write when it is time."""
+        self.look_at_save()
+        if self.finished == self.config.num_iterations or self.finished % self.config.save_interval == 0:
+            self.save()
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Take an evaluation's metrics into the next look at whether reward and its judges part."""
         self._noted |= metrics
+        self.telemetry.evaluated(self.finished, metrics)
 
     def _watch(self, metrics: Mapping[str, float]) -> int:
         """Say what has parted from the rising reward; the number of new warnings."""
@@ -106,6 +131,7 @@ class Controller:
         self._noted = {}
         for warning in warnings:
             self.progress.message(f"warning: {warning}")
+            self.telemetry.diverged(self.finished + 1, warning)
         return len(warnings)
 
     def publish(self, average: bool = False) -> None:
@@ -113,7 +139,7 @@ class Controller:
         confirmed version and digest. It is their turn then."""
         with self.stop.held():
             self.turns.learn()
-            publication = self.learner.publish(self.version, average)
+            publication = self.published = self.learner.publish(self.version, average)
             self.turns.generate()
             self.rollouts.load(publication)
 
@@ -151,18 +177,18 @@ class Controller:
         """One iteration. Consumes the cursor's prompts; produces metrics, a rollout log, and a new policy version
         on every worker. From the update on it is not interrupted: then it is finished, or never was."""
         times, turn_s = {}, self.turns.seconds
-        prompts = self.cursor.at(iteration)
+        start = time.monotonic()
         with self._phase("rollout", times):
-            rollout = self.rollouts.roll_out([self._request(iteration, g, prompt) for g, prompt in enumerate(prompts)])
-        advantages = self._advantages(rollout.scores)
+            rollout = self.rollouts.roll_out(self.requests(iteration, self.version))
+        advantages = self.advantages(rollout.scores)
         with self.stop.held():
             metrics = self._learn(rollout, advantages, times)
             if self.turns.enabled:
                 times |= {"phase/turn_s": self.turns.seconds - turn_s, **self.turns.sizes()}
-            record = rollout.scores, rollout.infos, advantages, self.rollouts.parts
-            self.rollout_log.write(iteration + 1, rollout_rows(iteration + 1, prompts, *record))
-            counters = {f"reward_service/{name}": float(count) for name, count in self.rollouts.rewards.counts.items()}
-            self._finish(iteration, metrics | times | counters | iteration_metrics(*record))
+            pools = self.config.rollout.num_workers, self.config.reward.num_workers
+            elapsed_s, update_s = time.monotonic() - start, times["phase/update_s"]
+            shares = sequential_shares(elapsed_s, update_s, rollout.infos, rollout.scores, pools)
+            self.finish(iteration, metrics | times | shares | {"policy/age": 0.0}, rollout, advantages)
 
     def _learn(self, rollout: Rollout, advantages: Advantages, times: dict[str, float]) -> dict[str, float]:
         """Update and publish; nobody needs the weights of a run that is to stop."""
@@ -180,19 +206,33 @@ class Controller:
         if self.stop.requested is None:
             with self._phase("publish", times):
                 self.publish()
+            metrics |= self.published.metrics
         return metrics
 
-    def _finish(self, iteration: int, metrics: dict[str, float]) -> None:
+    def finish(self, iteration: int, metrics: dict[str, float], rollout: Rollout, advantages: Advantages) -> None:
+        """Record a finished iteration: rollout log, metrics, alarms."""
+        record = rollout.scores, rollout.infos, advantages, self.rollouts.parts
+        rows = rollout_rows(iteration + 1, self.cursor.at(iteration), *record)
+        self.rollout_log.write(iteration + 1, rows)
+        counters = {f"reward_service/{name}": float(count) for name, count in self.rollouts.rewards.counts.items()}
+        metrics = metrics | counters | iteration_metrics(*record)
         metrics["alarms/divergence"] = float(self._watch(metrics))
+        metrics |= self.telemetry.judge(iteration + 1, metrics)
         self.metrics.write(iteration + 1, metrics)
         self.progress.iteration(iteration + 1, metrics)
+        self.telemetry.iteration(iteration + 1, metrics)
         self.finished = iteration + 1
 
     def _phase(self, name: str, times: dict[str, float]):
         report = partial(times.__setitem__, f"phase/{name}_s")
         return _Timed(self.progress.phase(name), report, lambda: time.monotonic() - self.turns.seconds)
 
-    def _request(self, iteration: int, group: int, prompt: Prompt) -> GroupRequest:
+    def requests(self, iteration: int, version: int) -> list[GroupRequest]:
+        """What is asked of the rollout workers in an iteration, of a policy version."""
+        prompts = self.cursor.at(iteration)
+        return [self._request(iteration, g, prompt, version) for g, prompt in enumerate(prompts)]
+
+    def _request(self, iteration: int, group: int, prompt: Prompt, version: int) -> GroupRequest:
         sampling = self.config.sampling
         plan = self.schedule.rule.at(self.config.seed, iteration, group)
         return GroupRequest(
@@ -200,7 +240,7 @@ class Controller:
             group=group,
             prompt=prompt,
             group_size=self.config.data.group_size,
-            policy_version=self.version,
+            policy_version=version,
             seed=self.config.seed,
             sigmas=self.sigmas,
             sde_type=sampling.sde_type,
@@ -209,7 +249,8 @@ class Controller:
             trained_steps=plan.trained_steps,
         )
 
-    def _advantages(self, scores: Sequence[Scores]) -> Advantages:
+    def advantages(self, scores: Sequence[Scores]) -> Advantages:
+        """Of some groups; each by itself, unless advantage.global_std."""
         settings = self.config.advantage
         how = Normalisation(
             eps=settings.eps,

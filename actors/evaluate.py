@@ -10,8 +10,9 @@ from pathlib import Path
 
 import ray
 
-from actors.cluster import plan_layout, start_ray
+from actors.cluster import start_ray
 from actors.evaluator import Evaluator
+from actors.places import place_everything
 from actors.pools import Publication
 from actors.scored_rollouts import ScoredRollouts
 from actors.stop import ENDS, RunStoppedError, reason
@@ -26,7 +27,7 @@ from sage_ray.models.policy_folder import load_policy
 from sage_ray.policies import NamedPolicy, folder_name
 from sage_ray.progress import Progress
 from sage_ray.row_file import write_rows
-from sage_ray.weights import combined_digest, pack
+from sage_ray.weights import pack
 
 
 def evaluate(run: CheckedRun, policies: Sequence[NamedPolicy]) -> None:
@@ -52,7 +53,7 @@ def evaluate(run: CheckedRun, policies: Sequence[NamedPolicy]) -> None:
 
 def _place(config: Config, progress: Progress) -> ScoredRollouts:
     """Place the actors. Workers take whole weights: adapters are merged before they are published."""
-    layout = plan_layout(config, ray.cluster_resources().get("GPU", 0), num_ranks=0)
+    layout = place_everything(config, num_ranks=0)
     open_output(config)
     progress.message(
         f"starting {config.rollout.num_workers} rollout and {config.reward.num_workers} reward actors "
@@ -90,4 +91,4 @@ def _publication(config: Config, policy: NamedPolicy, number: int) -> Publicatio
     dtype = TORCH_DTYPES[config.model.dtype]
     model = PackedVelocity(load_policy(policy.folder, Path(config.model.path), dtype), dtype)
     part = pack(model, number, 0, dtype)
-    return Publication(number, combined_digest([part.digest]), (ray.put(part),))
+    return Publication(number, part.content.digest, (ray.put(part),))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,22 +12,15 @@ import ray
 
 from actors.cluster import Layout, start_actor, wait_until_ready
 from actors.learner import LearnerRank
+from actors.publisher import Publication, Publisher
 from actors.rollout_group import RolloutGroup, start_group
 from actors.wait import REPORT_S, wait_all, wait_some
+from sage_ray.advantage import Advantages
 from sage_ray.config import Config
 from sage_ray.config_check import dp_degree
 from sage_ray.group_batch import split_groups
+from sage_ray.group_chunks import Chunk
 from sage_ray.types import GroupRequest
-from sage_ray.weights import combined_digest
-
-
-@dataclass(frozen=True)
-class Publication:
-    """One published policy version: its digest and the references of its parts."""
-
-    version: int
-    digest: str
-    parts: tuple[ray.ObjectRef, ...]
 
 
 @dataclass(frozen=True)
@@ -36,8 +29,12 @@ class GroupRefs:
 
     request: GroupRequest
     trajectory: ray.ObjectRef
-    frames: ray.ObjectRef
+    frames: ray.ObjectRef | None
     info: ray.ObjectRef
+
+    def without_frames(self) -> GroupRefs:
+        """The same group; what nobody else refers to leaves the object store."""
+        return replace(self, frames=None)
 
 
 class RolloutPool:
@@ -66,10 +63,10 @@ class RolloutPool:
 
     def load_weights(self, publication: Publication) -> None:
         """Give every actor one version; waits for all, raises when one confirms anything else."""
-        members = self.members
+        members, version, digest = self.members, publication.version, publication.digest
         answers = wait_all(
-            [m.load_weights.remote(publication.version, publication.digest, *publication.parts) for m in members],
-            f"weights of version {publication.version} on {len(members)} rollout workers",
+            [m.load_weights.remote(version, digest, *publication.parts_for(m)) for m in members],
+            f"weights of version {version} on {len(members)} rollout workers",
             self.timeout_s,
         )
         for answer in answers:
@@ -110,9 +107,10 @@ class LearnerGroup:
     def __init__(self, config: Config, layout: Layout):
         self.config, self.timeout_s = config, config.learner.timeout_s
         self.ranks = [
-            start_actor(LearnerRank, layout.gpus_learner, config, rank, layout.device)
+            start_actor(LearnerRank, layout.gpus_learner, config, rank, layout.device, name=f"learner-{rank}")
             for rank in range(config.learner.num_ranks)
         ]
+        self.publisher = Publisher(config, layout, self.ranks)
 
     def setup(self) -> int:
         """Form the group and load the policy; returns the number of trainable parameters."""
@@ -143,11 +141,34 @@ class LearnerGroup:
         ]
         return wait_all(refs, f"the update of {len(trajectories)} groups", self.timeout_s)[0]
 
+    def begin(self) -> None:
+        """An iteration begins whose groups come bit by bit (`accumulate`)."""
+        wait_all([rank.begin.remote() for rank in self.ranks], "the learner to begin", self.timeout_s)
+
+    def accumulate(self, chunk: Chunk, refs: Mapping[int, ray.ObjectRef], advantages: Advantages) -> None:
+        """Learn from some groups of an iteration; where they are the last of an optimizer step, take it.
+
+        Args: refs: trajectories by group number; advantages: rows [P, G] of the whole iteration.
+        """
+        sp_size, values, weights = self.config.learner.sp_size, advantages.values, advantages.weights
+        shares = [chunk.shares[number // sp_size] for number in range(len(self.ranks))]
+        calls = [
+            rank.accumulate.remote(
+                _only(share, refs), share, _only(share, values), _only(share, weights), chunk.all_pairs, chunk.last
+            )
+            for rank, share in zip(self.ranks, shares, strict=True)
+        ]
+        if chunk.last:
+            calls += [rank.step.remote(chunk.weighted_pairs(weights)) for rank in self.ranks]
+        wait_all(calls, f"the learner to take groups {chunk.groups[0]} to {chunk.groups[-1]}", self.timeout_s)
+
+    def finish(self) -> dict[str, float]:
+        """Metrics of the iteration that `begin` began."""
+        return wait_all([rank.finish.remote() for rank in self.ranks], "the learner's metrics", self.timeout_s)[0]
+
     def publish(self, version: int, average: bool = False) -> Publication:
-        """Put the present weights (or their moving average) into the object store, every rank its own shards."""
-        pairs = [rank.publish.options(num_returns=2).remote(average) for rank in self.ranks]
-        digests = wait_all([digest for _, digest in pairs], f"publication of version {version}", self.timeout_s)
-        return Publication(version, combined_digest(digests), tuple(part for part, _ in pairs))
+        """Send the present weights (or their moving average), every rank its own shards."""
+        return self.publisher.publish(version, average)
 
     def save(self, place: str, note: dict[str, Any]) -> None:
         """Begin to write a checkpoint; every rank takes part. It is written while the learner goes on."""
@@ -164,3 +185,8 @@ class LearnerGroup:
     def load(self, place: str) -> int:
         """Go on from a complete checkpoint; the policy version."""
         return wait_all([rank.load.remote(place) for rank in self.ranks], f"checkpoint {place}", self.timeout_s)[0]
+
+
+def _only(share: Sequence[int], whole: Mapping[int, Any] | np.ndarray) -> dict[int, Any]:
+    """What is a rank's of references or rows by group number: the whole of them would go to every rank."""
+    return {number: whole[number] for number in (group if group >= 0 else -group - 1 for group in share)}

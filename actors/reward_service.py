@@ -68,20 +68,21 @@ class RewardService:
         self._broken: BaseException | None = None
         self._noted: set[str] = set()
         self.parts: tuple[str, ...] = ()
-        self.workers = [_Worker(number, self._start_worker()) for number in range(config.reward.num_workers)]
+        self.workers = [_Worker(number, self._start_worker(number)) for number in range(config.reward.num_workers)]
         self._queue: deque[_Video] = deque()
         self._num_submitted = self._num_finished = 0  # the caller's thread writes the first, the loop's the second
         self._loop = asyncio.new_event_loop()
         self._arrived = asyncio.Condition()
         self._thread = threading.Thread(target=self._loop.run_forever, name="reward-service", daemon=True)
 
-    def _start_worker(self) -> ray.actor.ActorHandle:
+    def _start_worker(self, number: int) -> ray.actor.ActorHandle:
         return start_actor(
             RewardWorker,
             self.layout.gpus_reward,
             self.config,
             self.layout.device if self.layout.gpus_reward else "cpu",
             runtime_env=self._runtime_env,
+            name=f"reward-{number}",
         )
 
     def start(self) -> tuple[str, ...]:
@@ -299,7 +300,7 @@ class RewardService:
         """Start a worker in place of a dead or hung one; False when it does not come up, then it serves no more."""
         ray.kill(worker.actor)
         logger.warning("reward worker %d is started again", worker.number)
-        worker.actor = self._start_worker()
+        worker.actor = self._start_worker(worker.number)
         try:
             ready = asyncio.wrap_future(worker.actor.ready.remote().future())
             await asyncio.wait_for(ready, self.config.cluster.start_timeout_s)

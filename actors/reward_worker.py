@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from actors.clocked import Clocked, phase
 from sage_ray.config import Config
 from sage_ray.frame_statistics import frame_statistics
 from sage_ray.parked import Parked, tensors_of
@@ -19,10 +20,12 @@ from sage_ray.shapes.truth import judge
 from sage_ray.types import AXES, VideoScore
 
 
-class RewardWorker:
+class RewardWorker(Clocked):
     """Scores videos. What cannot be scored is nan with its reason; it is never given a number."""
 
+    @phase("load")
     def __init__(self, config: Config, device: str):
+        self.speaks_for(config)
         torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
         self.config, self.parked = config, Parked()
         self.scorers = build_scorers(config.reward, device)
@@ -33,6 +36,7 @@ class RewardWorker:
         """Names of the parts of every score, once all models are loaded."""
         return self.parts
 
+    @phase("turn")
     def leave(self) -> int:
         """The scorers' torch modules wait on the host; bytes freed on the device."""
         if self.parked.is_parked:
@@ -40,10 +44,12 @@ class RewardWorker:
         modules = nn.ModuleList(module for named in self.scorers for module in modules_of(named.scorer.scorer))
         return self.parked.park(*tensors_of(modules))
 
+    @phase("turn")
     def enter(self) -> None:
         """They come back to the device."""
         self.parked.unpark()
 
+    @phase("score")
     def score(self, indices: Sequence[int], prompts: Sequence[str], *groups: np.ndarray) -> list[VideoScore]:
         """Scores of one batch, in order.
 

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import ray
 import torch.distributed as dist
 
-from actors.cluster import Layout, free_address, places_together, start_actor
+from actors.clocked import phase
+from actors.cluster import free_address, start_actor
+from actors.layout import Layout
+from actors.places import place_of, places_together
 from actors.rollout_worker import RolloutWorker
 from sage_ray.config import Config
 from sage_ray.parallel import start_process_group
@@ -35,6 +38,7 @@ class RolloutMember(RolloutWorker):
         start_process_group(self.rank, settings.sp_size, *address, device=self.device, timeout_s=settings.timeout_s)
         self.model.velocity.share_tokens(dist.group.WORLD)
 
+    @phase("denoise")
     def follow(self, *requests: GroupRequest) -> None:
         """The lead's `generate` without what comes after denoising."""
         with self._denoising:
@@ -70,12 +74,26 @@ def start_group(config: Config, layout: Layout, number: int) -> RolloutGroup:
     settings, device, name = config.rollout, layout.device, f"rollout-{number}"
     if settings.sp_size == 1:
         at_once = 2 if settings.overlap_decode else 1
-        worker = start_actor(RolloutWorker, layout.gpus_rollout, config, device, name, max_concurrency=at_once)
+        worker = start_actor(
+            RolloutWorker, layout.gpus_rollout, config, device, name, max_concurrency=at_once, name=name
+        )
         return RolloutGroup((worker,))
-    places = places_together(settings.sp_size, layout.gpus_rollout, name, config.cluster.start_timeout_s)
+    names = [f"{name}r{rank}" for rank in range(settings.sp_size)]
+    places = [place_of(one) for one in names]
+    if not all(places):  # not planned with the run
+        places = places_together(settings.sp_size, layout.gpus_rollout, name, config.cluster.start_timeout_s)
     return RolloutGroup(
         tuple(
-            start_actor(RolloutMember, layout.gpus_rollout, config, device, f"{name}.{rank}", rank, place=place)
+            start_actor(
+                RolloutMember,
+                layout.gpus_rollout,
+                config,
+                device,
+                f"{name}.{rank}",
+                rank,
+                place=place,
+                name=names[rank],
+            )
             for rank, place in enumerate(places)
         )
     )

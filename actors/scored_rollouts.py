@@ -78,20 +78,29 @@ class ScoredRollouts:
             self.rewards.wait_for_room()
         order = sorted(groups)
         infos = wait_all([groups[g].info for g in order], "rollout reports", self.config.rollout.timeout_s)
-        for info in infos:
-            made = info.policy_version, info.weights_digest, info.sigmas
-            if made != (self.version, self.digest, requests[0].sigmas):
-                raise RuntimeError(f"{info.worker}: made group {info.group} with {made}, not what was asked for")
+        for number, info in zip(order, infos, strict=True):
+            check_made(info, groups[number].request, self.digest)
         collected = self.rewards.collect([scores[g] for g in order])
-        values = [_without_broken(score, info) for score, info in zip(collected, infos, strict=True)]
-        self.rewards.check_failures(values)
-        if not any(np.isfinite(self.parts.total(value.axes)).any() for value in values):
-            num_broken = sum(not ok for info in infos for ok in info.finite)
-            raise RuntimeError(f"no video has a finite reward; {num_broken} have latents that are not finite")
+        values = [without_broken(score, info) for score, info in zip(collected, infos, strict=True)]
+        self.check_scores(values, infos)
         return Rollout([groups[g] for g in order], infos, values)
 
+    def check_scores(self, scores: Sequence[Scores], infos: Sequence[GroupInfo]) -> None:
+        """Raises: RuntimeError when too many videos failed (reward.max_failed_share), or none has a reward."""
+        self.rewards.check_failures(scores)
+        if not any(np.isfinite(self.parts.total(one.axes)).any() for one in scores):
+            num_broken = sum(not ok for info in infos for ok in info.finite)
+            raise RuntimeError(f"no video has a finite reward; {num_broken} have latents that are not finite")
 
-def _without_broken(scores: Scores, info: GroupInfo) -> Scores:
+
+def check_made(info: GroupInfo, request: GroupRequest, digest: str) -> None:
+    """Raises: RuntimeError when a group was made with other weights or steps than asked for."""
+    made, asked = (info.policy_version, info.weights_digest, info.sigmas), (request.policy_version, digest)
+    if made != (*asked, request.sigmas):
+        raise RuntimeError(f"{info.worker}: made group {info.group} with {made}, not what was asked for")
+
+
+def without_broken(scores: Scores, info: GroupInfo) -> Scores:
     """A video of latents that are not finite decodes to black, which has a score but deserves none."""
     kept = np.where(np.asarray(info.finite)[:, None], scores.axes, np.nan)
     reasons = tuple(

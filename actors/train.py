@@ -8,10 +8,12 @@ from pathlib import Path
 
 import ray
 
-from actors.cluster import plan_layout, start_ray
+from actors.cluster import start_ray
 from actors.controller import Controller
 from actors.evaluator import Evaluator
+from actors.places import place_everything
 from actors.stop import ENDS, RunStoppedError, StopRequest, reason
+from sage_ray.balance_report import balance_lines
 from sage_ray.checkpoint_store import CheckpointStore
 from sage_ray.checks import CheckedRun
 from sage_ray.config import Config, ConfigError
@@ -19,6 +21,7 @@ from sage_ray.config_load import open_output
 from sage_ray.evaluation import EvaluatedPolicy, evaluation_metrics
 from sage_ray.evaluation_report import training_report
 from sage_ray.evaluation_rows import EvaluationRow, evaluation_rows
+from sage_ray.metrics import read_metrics
 from sage_ray.progress import Progress
 from sage_ray.report import reward_curve
 from sage_ray.resume import Resume, checkpoint_path, cut_files
@@ -54,7 +57,7 @@ def train(run: CheckedRun) -> None:
 def _place(run: CheckedRun, progress: Progress, stop: StopRequest) -> Controller:
     """Place all actors; the output folder is made, or cut to where the run goes on, once the layout is known to fit."""
     config = run.config
-    layout = plan_layout(config, ray.cluster_resources().get("GPU", 0))
+    layout = place_everything(config)
     output = open_output(config)
     _open_checkpoints(config)
     if run.resume:
@@ -115,18 +118,30 @@ def _run(run: CheckedRun, controller: Controller, progress: Progress) -> None:
     evaluated = evaluator.read() if run.resume and run.resume.same_evaluation else {}
     last, interval = config.num_iterations, config.evaluation.interval
 
+    def is_end(iteration: int) -> bool:
+        return iteration in (min(evaluated, default=iteration), last)  # the contact sheet shows these two
+
+    def is_due(iteration: int) -> bool:
+        settings = config.evaluation
+        return settings.num_prompts > 0 and (is_end(iteration) or (interval > 0 and iteration % interval == 0))
+
     def evaluate(iteration: int) -> None:
-        ends = iteration in (min(evaluated, default=iteration), last)  # the contact sheet shows these two
-        if config.evaluation.num_prompts and (ends or (interval > 0 and iteration % interval == 0)):
-            evaluated[iteration] = _evaluate(controller, evaluator, iteration, keep_frames=ends)
+        if is_due(iteration):
+            evaluated[iteration] = _evaluate(controller, evaluator, iteration, keep_frames=is_end(iteration))
 
     if controller.finished not in evaluated:
         evaluate(controller.finished)
-    controller.run_sync(after_iteration=evaluate)
+    if config.overlap.enabled:
+        controller.run_async(after_iteration=evaluate, is_due=is_due)
+    else:
+        controller.run_sync(after_iteration=evaluate)
     reward_curve(output / "reward_curve.png", output / "metrics.jsonl", controller.rollouts.parts.names)
     if evaluated:
         for table in training_report(output, list(evaluated.values())):
             progress.console.print(table)
+    gpus = 0 if controller.layout.device == "cpu" else int(ray.cluster_resources().get("GPU", 0))
+    for line in balance_lines(read_metrics(output / "metrics.jsonl"), config, gpus):
+        progress.message(line)
     progress.message(f"everything is in {config.output_dir}")
 
 

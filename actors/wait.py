@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -64,3 +65,21 @@ def wait_future(future: Future[Any], what: str, timeout_s: float) -> Any:
         if not done:
             logger.warning("still waiting for %s, %.0f s left", what, left)
     return future.result()
+
+
+async def wait_async(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
+    """As `wait_all`, while other coroutines run."""
+    futures = [asyncio.wrap_future(ref.future()) for ref in refs]
+    pending, deadline = set(futures), time.monotonic() + timeout_s
+    while pending:
+        left = deadline - time.monotonic()
+        wait_s = max(0.0, min(REPORT_S, left))
+        done, pending = await asyncio.wait(pending, timeout=wait_s, return_when=asyncio.FIRST_EXCEPTION)
+        for one in done:
+            one.result()
+        if pending and left <= 0:
+            num_done = len(futures) - len(pending)
+            raise WaitTimeoutError(f"waited {timeout_s:.0f} s for {what}: {num_done} of {len(futures)} done")
+        if not done:
+            logger.warning("still waiting for %s: %d of %d done", what, len(futures) - len(pending), len(futures))
+    return [one.result() for one in futures]

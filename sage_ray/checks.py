@@ -20,6 +20,7 @@ from sage_ray.rewards.build import check_runtime_env, check_scorers
 from sage_ray.shapes.world import parse_caption
 from sage_ray.training_schedule import training_schedule
 from sage_ray.types import Prompt
+from sage_ray.wandb_log import check_wandb
 
 
 @dataclass(frozen=True)
@@ -123,4 +124,7 @@ def _check_heads(config: Config) -> None:
 
 
 NEED_MODEL = (_check_schedule, _check_heads, _check_lora)
-FILE_RULES: tuple[Callable[[Config], None], ...] = (_check_output, check_model, *NEED_MODEL, _check_reward)
+FILE_RULES: tuple[Callable[[Config], None], ...] = (
+    *(_check_output, check_model, *NEED_MODEL),
+    *(_check_reward, check_wandb),
+)

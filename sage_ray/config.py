@@ -191,6 +191,9 @@ class LossConfig:
     """Optimizer steps per pass over an iteration's groups, which are split evenly over them in order."""
     num_epochs: int = 1
     """Passes over an iteration's groups; ratios stay relative to the policy that sampled them."""
+    importance_cap: float | None = None
+    """Groups of an older policy (overlap): ratios start from the learner's own policy, and every term is weighted by
+    its probability over the sampling policy's, at most this much. Null starts ratios from the policy that sampled."""
 
 
 @dataclass
@@ -304,6 +307,27 @@ class RolloutConfig:
 
 
 @dataclass
+class OverlapConfig:
+    enabled: bool = False
+    """Make the next iterations' rollouts while the learner updates (run_async), instead of one after the other."""
+    max_policy_age: int = 1
+    """Publishes that lie between the weights an iteration is made by and those it trains: iteration k is made by the
+    weights published after iteration k - max_policy_age. 0 is strictly on-policy."""
+    max_groups: int | None = None
+    """Most groups that are being made, or wait for the learner, at once; null is max_policy_age + 1 iterations."""
+
+
+@dataclass
+class PublishConfig:
+    transport: str = "auto"
+    """How new weights reach the rollout workers: collective (broadcast by NCCL, gloo on CPUs), object_store, or auto,
+    which is collective where every rollout and learner actor has a GPU of its own, none takes turns, and workers are
+    idle then."""
+    timeout_s: float = 120.0
+    """Bound of one broadcast, and of forming its group."""
+
+
+@dataclass
 class EvaluationConfig:
     num_prompts: int = 0
     """Prompts of each set that are evaluated, all where a set has fewer; 0 turns evaluation off."""
@@ -329,10 +353,38 @@ class ClusterConfig:
     """Rollout and reward actors, and the learner, hold GPU memory by turns; who waits keeps its weights on the host."""
     num_cpus: int | None = None
     """CPUs of an embedded Ray; null takes the machine's."""
+    dashboard: bool = False
+    """Start Ray's dashboard with an embedded Ray, and print its address."""
     object_store_bytes: int = 1_000_000_000
     """Object store of an embedded Ray."""
     start_timeout_s: float = 300.0
     """Bound of placing and starting the actors."""
+    node_roles: dict[str, str] = field(default_factory=dict)
+    """Which nodes the actors of a pool (learner, rollout, reward) take: what the node's label `role` must be, as Ray's
+    selectors have it: a, !a, in(a,b), !in(a,b). A pool that is left out takes any node."""
+    grows: bool = False
+    """An autoscaler may add nodes: what does not fit yet is waited for, as long as start_timeout_s. Else that is an
+    error at once."""
+
+
+@dataclass
+class WatchConfig:
+    page_interval_s: float = 5.0
+    """Fewest seconds between two writes of the run page (output_dir/run.html)."""
+    trace_iteration: int | None = 2
+    """Iteration whose trace is written (output_dir/trace.json), the last where there are fewer; null writes none."""
+    max_kl_share: float = 0.5
+    """Alarm above this share of the KL in the gradient norm."""
+    max_clip_share: float = 0.5
+    """Alarm above this share of clipped pairs."""
+    max_agreement_share: float = 0.5
+    """Alarm when log-probs of rollout and learner differ by more than this share of what stops the run."""
+    min_effective_samples: float = 0.5
+    """Alarm below this effective share of the pairs (of an older policy's groups)."""
+    wandb: str | None = None
+    """Project of Weights & Biases that the run is also logged to; needs the package wandb."""
+    wandb_offline: bool = False
+    """Log to output_dir/wandb only, for `wandb sync` later."""
 
 
 @dataclass
@@ -370,9 +422,12 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "reward.dtype": DTYPES,
     "reward.truth": (None, "shapes"),
     "cluster.device": ("auto", "cpu", "cuda"),
+    "publish.transport": ("auto", "collective", "object_store"),
 }
 
 SETS = ("training", "held_out")
@@ -72,19 +74,32 @@ AT_LEAST: dict[str, float] = {
     "rollout.groups_per_task": 1, "rollout.decode_frames": 1, "learner.videos_per_pass": 1,
     "evaluation.num_prompts": 0, "evaluation.videos_per_prompt": 1, "evaluation.num_steps": 1,
     "evaluation.interval": 0, "evaluation.seed": 0, "cluster.object_store_bytes": 1,
-    "checkpoint.keep_last": 1, "checkpoint.keep_every": 1,
+    "overlap.max_policy_age": 0, "overlap.max_groups": 1, "checkpoint.keep_last": 1, "checkpoint.keep_every": 1,
+    "watch.page_interval_s": 0, "watch.trace_iteration": 1, "watch.max_kl_share": 0, "watch.max_clip_share": 0,
+    "watch.max_agreement_share": 0, "watch.min_effective_samples": 0,
 }  # fmt: skip
 
 POSITIVE = (
     "sampling.shift", "sampling.fps", "reward.timeout_s", "advantage.eps", "advantage.clip", "loss.clip_range",
-    "optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm", "lora.alpha",
+    "loss.importance_cap", "optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm", "lora.alpha",
     "sampling.sde_fraction", "loss.timestep_fraction",
-    "learner.timeout_s", "rollout.timeout_s", "cluster.start_timeout_s",
+    "learner.timeout_s", "rollout.timeout_s", "cluster.start_timeout_s", "publish.timeout_s",
 )  # fmt: skip
 
 BELOW_ONE = ("loss.clip_range", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "optimizer.ema_decay")
 
-AT_MOST_ONE = ("reward.max_failed_share", "sampling.sde_fraction", "loss.timestep_fraction", "optimizer.min_factor")
+AT_MOST_ONE = (
+    "reward.max_failed_share", "sampling.sde_fraction", "loss.timestep_fraction", "optimizer.min_factor",
+    "watch.min_effective_samples",
+)  # fmt: skip
+
+SELECTOR = re.compile(r"!?(?:[A-Za-z0-9._-]+|in\([A-Za-z0-9._-]+(?:, ?[A-Za-z0-9._-]+)*\))")
+"""Of a node's label, as Ray has them."""
+
+PATHS = (
+    "output_dir", "resume", "model.path", "reward.path", "reward.runtime_env", "lora.path", "checkpoint.path",
+    "data.prompts", "data.held_out_prompts",
+)  # fmt: skip
 
 NOT_EMPTY = ("output_dir", "model.path", "data.prompts")
 
@@ -95,7 +110,7 @@ def validate(config: Config) -> None:
     Raises:
         ConfigError: names key, value and rule.
     """
-    for rules in (_single_values, _sampling, _kl_and_reward, _evaluation, _optimizer, _parallel, _shapes, _prompts):
+    for rules in RULES:
         for broken in rules(config):
             raise ConfigError(f"{broken.key}={value_at(config, broken.key)!r}: {broken.rule}")
 
@@ -116,6 +131,21 @@ def dp_degree(config: Config) -> int:
     return config.learner.num_ranks // config.learner.sp_size
 
 
+def _paths(config: Config) -> Iterator[Broken]:
+    """Names that no file system takes."""
+    for key in PATHS:
+        value = value_at(config, key)
+        for path in value if isinstance(value, list) else [value or ""]:
+            longest = max(len(part.encode("utf-8", "replace")) for part in path.split("/"))
+            if "\0" in path or longest > 255 or len(path.encode("utf-8", "replace")) > 4095:
+                yield Broken(key, "must be a path: no zero byte, at most 255 bytes a name and 4095 in all")
+
+
+def is_small(value: float) -> bool:
+    """Whether a whole number is one that computers count with."""
+    return isinstance(value, float) or abs(value) < 2**63
+
+
 def _single_values(config: Config) -> Iterator[Broken]:
     """Rules about one value each; null is outside of every range rule."""
     for key, choices in CHOICES.items():
@@ -126,6 +156,7 @@ def _single_values(config: Config) -> Iterator[Broken]:
         given = ((key, value_at(config, key)) for key in keys)
         return (key for key, value in given if isinstance(value, int | float) and not holds(value, key))
 
+    yield from (Broken(key, "must be below 2**63") for key in numbers(dotted_keys(), lambda v, _: is_small(v)))
     yield from (Broken(key, "must be finite") for key in numbers(dotted_keys(), lambda v, _: math.isfinite(v)))
     for key in numbers(AT_LEAST, lambda v, key: v >= AT_LEAST[key]):
         yield Broken(key, f"must be at least {AT_LEAST[key]}")
@@ -251,6 +282,9 @@ def _parallel(config: Config) -> Iterator[Broken]:
         yield Broken("model.compile", "must be false with model.stock_forward=true, which runs as diffusers ships it")
     if config.cluster.take_turns and config.learner.num_ranks > 1:
         yield Broken("cluster.take_turns", "needs one learner rank: actors that share a GPU take turns on it")
+    for pool, selector in config.cluster.node_roles.items():
+        if pool not in ("learner", "rollout", "reward") or not SELECTOR.fullmatch(selector):
+            yield Broken("cluster.node_roles", "must give learner, rollout or reward one of a, !a, in(a,b), !in(a,b)")
     if config.rollout.gpus_per_group > config.rollout.sp_size:
         yield Broken("rollout.gpus_per_group", f"must be rollout.sp_size={config.rollout.sp_size}, others would idle")
 
@@ -291,3 +325,31 @@ def _prompts(config: Config) -> Iterator[Broken]:
         yield Broken("learner.videos_per_pass", f"must divide data.group_size={group} or be at least as large")
     if num_prompts(config) % config.loss.num_updates:
         yield Broken("loss.num_updates", f"must divide the {num_prompts(config)} prompts of an iteration")
+
+
+def _overlap(config: Config) -> Iterator[Broken]:
+    """Rollouts beside updates."""
+    overlap, prompts = config.overlap, num_prompts(config)
+    if not overlap.enabled:
+        return
+    if config.cluster.take_turns:
+        yield Broken("overlap.enabled", "must be false with cluster.take_turns=true: one side is away at any time")
+    if overlap.max_groups is not None and overlap.max_groups < prompts:
+        yield Broken("overlap.max_groups", f"must be at least the {prompts} prompts of an iteration")
+
+
+def _publish(config: Config) -> Iterator[Broken]:
+    """A broadcast goes into the weights of workers that are there and idle."""
+    if config.publish.transport != "collective":
+        return
+    if config.cluster.take_turns:
+        yield Broken("publish.transport", "must not be collective with cluster.take_turns=true: one side is away")
+    if config.overlap.enabled and config.overlap.max_policy_age:
+        yield Broken("publish.transport", "must not be collective with overlap.max_policy_age > 0: workers are busy")
+
+
+RULES = (
+    *(_single_values, _paths, _sampling, _kl_and_reward, _evaluation, _optimizer, _parallel, _shapes, _prompts),
+    *(_overlap, _publish),
+)
+"""In the order in which they are reported."""

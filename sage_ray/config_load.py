@@ -197,7 +197,7 @@ def _assign(merged: DictConfig, setting: Setting) -> None:
         raise _wrong_type(setting)
     try:
         OmegaConf.update(merged, setting.key, value)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OverflowError) as error:
         if typing.get_origin(kind) is dict and isinstance(value, dict):
             raise ConfigError(f"{setting.key}={value!r} {setting.source}: {_first_line(error)}") from error
         raise _wrong_type(setting) from error

@@ -28,37 +28,37 @@ def forward_flops(dim: int, layers: int, tokens: int) -> float:
 
 @dataclass(frozen=True)
 class H100:
-    """Rates of one H100 80GB (torch 2.11, bfloat16), each with where it was measured. "performance" is the table of
-    2026-11: one video of 81 frames, 480 x 832, 32,760 video and 200 text tokens."""
+    """Rates of one H100 80GB (torch 2.11, bfloat16), each with where it was measured. "table" is that of
+    docs/real_size.md: one video of 81 frames, 480 x 832, 32,760 video and 200 text tokens."""
 
-    linear_flops_s: float = 740e12
-    """GEMMs of the blocks, middle of 690-790 (performance)."""
-    attention_flops_s: float = 610e12
-    """cuDNN attention, forward, middle of 585-635 (performance)."""
-    attention_backward_flops_s: float = 438e12
-    """Derived from the floor of forward and backward with attention kept, 3.94 s: 3.94 - 1.05 - 3 x 0.24 s are left for
-    950 TFLOP (performance)."""
-    compiled_forward: float = 1.175
-    """Forward over GEMMs and attention at the rates above: 1.21 s over 1.03 (performance)."""
-    eager_forward: float = 1.544
-    """1.59 s over 1.03 (performance)."""
-    compiled_update: float = 1.142
-    """Forward and backward, everything recomputed: 5.41 s over 4.74 (performance)."""
-    eager_update: float = 1.405
-    """6.66 s over 4.74 (performance)."""
-    decode_pixels_s: float = 9.4e6
-    """Decoded pixels a second: 81 x 480 x 832 in 3.44 s, at once (performance); taken for chunks too."""
+    linear_flops_s: float = 692e12
+    """GEMMs of the blocks: 179 TFLOP in 0.259 s (table)."""
+    attention_flops_s: float = 568e12
+    """cuDNN attention, forward: 481 TFLOP in 0.847 s (table)."""
+    attention_backward_flops_s: float = 429e12
+    """961 TFLOP in 2.243 s (table)."""
+    compiled_forward: float = 1.09
+    """Forward over GEMMs and attention at the rates above: 1.207 s over 1.106 (table)."""
+    eager_forward: float = 1.436
+    """1.589 s over 1.106 (table)."""
+    compiled_update: float = 1.09
+    """Forward and backward over the same: 5.378 s over 4.971 with everything recomputed, 4.532 s over 4.125 with
+    attention kept (table)."""
+    eager_update: float = 1.34
+    """6.66 s, everything recomputed, over 4.971 (an earlier run; bench.py has no such row)."""
+    decode_pixels_s: float = 10.07e6
+    """Decoded pixels a second: 81 x 480 x 832 in 3.211 s by chunks of 2 latent frames (table); at once 9.4e6."""
     decode_pixel_bytes: float = 1810.0
-    """GPU memory of decoding at once beside the weights: (57 - 2.3) GiB over 81 x 480 x 832 pixels (performance)."""
+    """GPU memory of decoding at once beside the weights: (57 - 2.3) GiB over 81 x 480 x 832 pixels (table)."""
     chunk_bytes: tuple[float, float] = (3.6 * 2**30, 3.05 * 2**30)
     """Of decoding 480 x 832 in chunks beside the weights: frames that are kept, and every latent frame
-    (docs/real_size.md: 9.0, 12.1 and 18.1 GiB by chunks of 1, 2 and 4)."""
+    (table: 9.0, 12.1 and 18.1 GiB by chunks of 1, 2 and 4)."""
     reward_videos_s: tuple[tuple[int, float], ...] = ((1, 9.6), (4, 26.0), (8, 26.3))
     """VideoAlign: (videos in a batch, videos a second) at 81 frames of 480 x 832 (docs/rewards.md)."""
     pack_bytes_s: float = 0.9e9
-    """GPU to host memory to object store, one rank (performance)."""
+    """GPU to host memory to object store, one rank (two H100s, Ray 2.60, once)."""
     unpack_bytes_s: float = 4.0e9
-    """Object store to GPU, one worker: the lower of 4.0-6.7 (performance)."""
+    """Object store to GPU, one worker: the lower of 4.0-6.7 (the same)."""
     work_tokens: float = 24.0
     """Values of dim that a block holds for every token while it is recomputed: about 3.3 GB at 32,960 tokens
     (hunyuanvideo.md, 7, on paper); a forward without gradient is taken to hold half."""
@@ -67,6 +67,8 @@ class H100:
 
     card_bytes: float = 79.1 * 2**30
     """GPU memory of the card that a process can have."""
+    peak_flops_s: float = 989e12
+    """Dense bfloat16 by the vendor's datasheet: what model FLOPs utilisation (MFU) is a share of."""
 
     def reward_rate(self, batch: int) -> float:
         """Videos a second of the largest measured batch that is not above `batch`."""

@@ -58,7 +58,8 @@ class Pass:
     conditions, negatives: R rows; coefs: of the steps that occur; step: the one step, or int64 [B];
     latents, latents_next: float32 [B, C, F, H, W]; places: B; advantages, weights, scale (S_t), rollout_log_prob:
     float32 [B];
-    old_log_prob: [B] by the sampling policy and the learner's forward (None while that is the live policy);
+    old_log_prob: [B], what the ratio starts from, by the learner's forward (None while that is the live policy);
+    behaviour_log_prob: [B] by the policy that sampled, where that is older than the iteration (None where it is not);
     references: name -> velocity.
     """
 
@@ -74,6 +75,7 @@ class Pass:
     scale: torch.Tensor
     rollout_log_prob: torch.Tensor
     old_log_prob: torch.Tensor | None = None
+    behaviour_log_prob: torch.Tensor | None = None
     references: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def sigmas(self, sigma: float | np.ndarray) -> np.ndarray:
@@ -183,6 +185,11 @@ def _joint_coefficients(rows: Sequence[_Row], rules: ReplayRules) -> Coefficient
 def count_pairs(weights_PG: np.ndarray, num_updates: int, num_trained_steps: int) -> list[float]:
     """Global number of weighted (sample, trained step) pairs of every optimizer step; weights_PG: [P, G]."""
     return [float(share.sum() * num_trained_steps) for share in np.split(weights_PG, num_updates)]
+
+
+def count_all_pairs(num_groups: int, group_size: int, num_updates: int, num_trained_steps: int) -> list[float]:
+    """As `count_pairs`, with every pair: known before any reward is."""
+    return [float(num_groups // num_updates * group_size * num_trained_steps)] * num_updates
 
 
 def split_groups(num_groups: int, num_updates: int, world_size: int) -> list[list[list[int]]]:

@@ -27,9 +27,13 @@ def iteration_metrics(
         "reward/std_in_group": _mean([_std(parts.total(group)) for group in axes_PGK]),
         "reward/total": _mean(parts.total(axes_PGK)),
     }
+    if size := sum(info.trajectory_bytes for info in infos):
+        metrics |= {"bytes/trajectories": float(size), "bytes/frames": float(sum(info.frames_bytes for info in infos))}
     if peak := max((info.peak_bytes for info in infos), default=0):
         metrics["memory/rollout_peak_bytes"] = float(peak)
     metrics |= {f"reward/{name}": _mean(axes_PGK[..., k]) for k, name in enumerate(parts.names)}
+    metrics |= {"reward_std/total": _std(parts.total(axes_PGK))}
+    metrics |= {f"reward_std/{name}": _std(axes_PGK[..., k]) for k, name in enumerate(parts.names)}
     truths = [score.truth for score in scores if score.truth is not None]
     if truths:
         metrics |= _truth_means(np.stack(truths), parts)

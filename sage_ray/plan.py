@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sage_ray.balance_report import plan_lines
 from sage_ray.config import Config, RewardConfig, axis_weights, total_optimizer_steps
 from sage_ray.config_check import dp_degree, num_prompts
 from sage_ray.cost import H100
@@ -105,7 +106,7 @@ def _schedule(config: Config, schedule: TrainingSchedule) -> Iterator[Line]:
 
 
 def _objective(config: Config) -> Iterator[Line]:
-    yield Line("reward", " + ".join(_reward(config.reward)))
+    yield Line("reward", " + ".join(_reward(config.reward)) or "nothing")
     kl = config.kl
     yield Line("advantage", f"per {config.advantage.combine}, clipped to {config.advantage.clip:g}")
     terms = KL_TERMS[kl.mode]
@@ -136,7 +137,8 @@ def _devices(config: Config) -> Iterator[Line]:
         "GPUs",
         f"{total:g} = {rollout.num_workers} rollout groups of {rollout.gpus_per_group}{together} + "
         f"{reward.num_workers} reward of {share:g} + "
-        f"{learner.num_ranks} learner; fewer are shared where one learner rank allows it, none means CPU",
+        f"{learner.num_ranks} learner; fewer are shared where one learner rank or reward.gpus_per_worker allows it, "
+        "none means CPU",
     )
 
 
@@ -156,6 +158,8 @@ def _cost(config: Config, schedule: TrainingSchedule) -> Iterator[Line]:
     yield Line("update, busiest rank", _sum(expected.update_s, "s"))
     yield Line("GPU memory, rollout worker", _gib(expected.rollout_bytes))
     yield Line("GPU memory, learner rank", _gib(expected.learner_bytes))
+    for name, words in plan_lines(config, dims, schedule.rule, H100()):
+        yield Line(name, words)
 
 
 def _gib(parts: dict[str, float]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sage_ray.config import Config
 from sage_ray.config_check import dp_degree, num_prompts
-from sage_ray.cost import H100, Dims, Way, forward_s, update_s
+from sage_ray.cost import H100, Dims, Way, forward_flops, forward_s, update_s
 from sage_ray.group_batch import split_groups
 from sage_ray.json_object import read_object
 from sage_ray.trust_region import KL_TERMS
@@ -58,14 +58,26 @@ def predict(config: Config, dims: Dims, num_trained: int, rates: H100) -> Predic
     return Prediction(
         rollout_s=_rollout_s(config, dims, rates),
         update_s=_update_s(config, dims, num_trained, rates),
-        publish_s=_published_bytes(config, dims)
+        publish_s=published_bytes(config, dims)
         * (1 / config.learner.num_ranks / rates.pack_bytes_s + 1 / rates.unpack_bytes_s),
         rollout_bytes=_rollout_bytes(config, dims, rates),
         learner_bytes=_learner_bytes(config, dims, num_trained, rates),
     )
 
 
-def _tokens(config: Config, dims: Dims) -> int:
+def useful_flops(config: Config, dims: Dims, num_trained: int) -> dict[str, float]:
+    """Useful work of one iteration, all GPUs together: of "rollout" and of "update". A backward counts as two forwards,
+    references and old log-probs as one each, recomputation and the KL's share as nothing."""
+    loss, branches = config.loss, _branches(config)
+    forward = forward_flops(dims.dim, dims.layers, forward_tokens(config, dims)) * branches
+    videos, steps = num_prompts(config) * config.data.group_size, loss.num_updates * loss.num_epochs
+    pairs = videos * num_trained * loss.num_epochs
+    rollout = videos * config.sampling.num_steps * forward
+    return {"rollout": rollout, "update": pairs * forward * (3 + _held(config) + (steps - 1) / steps)}
+
+
+def forward_tokens(config: Config, dims: Dims) -> int:
+    """Video and text tokens of one forward of one video."""
     sampling = config.sampling
     latent = (sampling.num_frames - 1) // TEMPORAL + 1, sampling.height // SPATIAL, sampling.width // SPATIAL
     return dims.tokens(latent) + TEXT_TOKENS
@@ -86,7 +98,8 @@ def _trained(config: Config, dims: Dims) -> int:
     return dims.lora_parameters(config.lora.rank) if config.lora.rank else dims.parameters
 
 
-def _published_bytes(config: Config, dims: Dims) -> float:
+def published_bytes(config: Config, dims: Dims) -> float:
+    """What the learner gives to a rollout worker."""
     return 2.0 * _trained(config, dims)
 
 
@@ -96,7 +109,7 @@ def _rollout_s(config: Config, dims: Dims, rates: H100) -> dict[str, float]:
     sampling, group = config.sampling, config.data.group_size
     prompts = num_prompts(config)
     videos = math.ceil(prompts / config.rollout.num_workers) * group
-    forward = forward_s(dims, _tokens(config, dims), config.model.compile, rates)
+    forward = forward_s(dims, forward_tokens(config, dims), config.model.compile, rates)
     pixels = sampling.num_frames * sampling.height * sampling.width
     scored = prompts * group / config.reward.num_workers if config.cluster.take_turns else group
     parts = {
@@ -110,7 +123,7 @@ def _rollout_s(config: Config, dims: Dims, rates: H100) -> dict[str, float]:
 
 def _update_s(config: Config, dims: Dims, num_trained: int, rates: H100) -> dict[str, float]:
     """Of the busiest rank."""
-    loss, kl, tokens = config.loss, config.kl, _tokens(config, dims)
+    loss, kl, tokens = config.loss, config.kl, forward_tokens(config, dims)
     shares = split_groups(num_prompts(config), loss.num_updates, dp_degree(config))
     groups = sum(max(len(rank) for rank in update) for update in shares) * loss.num_epochs
     velocities = groups * config.data.group_size * num_trained * _branches(config) / config.learner.sp_size
@@ -136,7 +149,7 @@ def _rollout_bytes(config: Config, dims: Dims, rates: H100) -> dict[str, float]:
     sampling, rollout, group = config.sampling, config.rollout, config.data.group_size
     at_once = min(config.learner.videos_per_pass or group, group)
     together = at_once * rollout.groups_per_task if at_once == group else at_once
-    work = together * _tokens(config, dims) * dims.dim * 2.0 * rates.work_tokens / 2 / rollout.sp_size
+    work = together * forward_tokens(config, dims) * dims.dim * 2.0 * rates.work_tokens / 2 / rollout.sp_size
     area = sampling.height * sampling.width / REFERENCE_PIXELS
     if rollout.decode_frames is None:
         videos = group * rollout.groups_per_task
@@ -155,15 +168,12 @@ def _learner_bytes(config: Config, dims: Dims, num_trained: int, rates: H100) ->
     ranks, loss = config.learner.num_ranks, config.loss
     trained, group = _trained(config, dims), config.data.group_size
     copies = _held(config) + (loss.num_updates * loss.num_epochs > 1)
-    moments = 1 if config.optimizer.name == "muon" and not config.lora.rank else 2
+    moments = 1 if config.optimizer.name == "muon" else 2
     at_once = min(config.learner.videos_per_pass or group, group)
-    groups = max(len(rank) for rank in split_groups(num_prompts(config), loss.num_updates, dp_degree(config))[0])
-    passes = groups * num_trained * math.ceil(group / at_once)
     parts = {
         "frozen base": 2.0 * dims.parameters / ranks if config.lora.rank else 0.0,
         "masters": 4.0 * trained / ranks,
-        # Between passes that do not reduce, FSDP2 keeps every rank's gradients whole, in float32.
-        "gradients": 4.0 * trained / (1 if passes > 1 and not config.learner.shard_gradients else ranks),
+        "gradients": 4.0 * trained / (1 if keeps_whole_gradients(config, num_trained) else ranks),
         "optimizer": 4.0 * moments * trained / ranks,
         # While a copy is in the module, the live weights wait beside it.
         "references": (2.0 * copies + 4.0) * trained / ranks
@@ -176,9 +186,18 @@ def _learner_bytes(config: Config, dims: Dims, num_trained: int, rates: H100) ->
     return {name: size for name, size in parts.items() if size}
 
 
+def keeps_whole_gradients(config: Config, num_trained: int) -> bool:
+    """Whether a rank's gradients are whole at some time: FSDP2 keeps them so, in float32, between passes that do not
+    reduce."""
+    group, updates = config.data.group_size, config.loss.num_updates
+    at_once = min(config.learner.videos_per_pass or group, group)
+    groups = max(len(rank) for rank in split_groups(num_prompts(config), updates, dp_degree(config))[0])
+    return groups * num_trained * math.ceil(group / at_once) > 1 and not config.learner.shard_gradients
+
+
 def _activations(config: Config, dims: Dims, videos: int, rates: H100) -> float:
     """Of all forwards of a pass, and what one block holds while it is recomputed."""
-    token = videos * _tokens(config, dims) * dims.dim * 2.0 / config.learner.sp_size
+    token = videos * forward_tokens(config, dims) * dims.dim * 2.0 / config.learner.sp_size
     work = token * rates.work_tokens
     if not config.model.gradient_checkpointing:
         return _branches(config) * dims.layers * work

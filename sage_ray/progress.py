@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.markup import escape
+from sage_ray.actor_clock import ActorClock
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SHOWN = ("reward/total", "truth/total")
 """Metrics printed after each iteration, with their value at the start."""
@@ -17,12 +20,21 @@ class Progress:
     """Says what is running, for how long, how good it is so far and when it will end."""
 
     def __init__(self, num_iterations: int, finished: int = 0, console: Console | None = None) -> None:
-        """num_iterations: of the whole run; finished: those of them that a resumed run has behind it."""
+        """num_iterations: of the whole run; finished: those of them that a resumed run has behind it.
+
+        clock: of the phases of this process; listeners: are told every line.
+        """
+        from rich.console import Console  # here: a sweep's host has another progress, and maybe no rich
+        from rich.markup import escape
+
+        self._escape = escape
         self.num_iterations, self.finished = num_iterations, finished
         self.console = console or Console(highlight=False, soft_wrap=True)
         self._seconds: dict[str, float] = {}
         self._first: dict[str, float] = {}
         self._marks_s: list[float] = []
+        self.clock = ActorClock()
+        self.listeners: list[Callable[[str], None]] = []
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -31,11 +43,11 @@ class Progress:
         self._marks_s = self._marks_s or [start_s]
         running = self.finished + 1
         where = f"iteration {running}/{self.num_iterations}: {name}" if running <= self.num_iterations else name
-        live = self.console.status(escape(where)) if self.console.is_terminal else contextlib.nullcontext()
+        live = self.console.status(self._escape(where)) if self.console.is_terminal else contextlib.nullcontext()
         if not self.console.is_terminal:
             self.message(f"{where} ...")
         try:
-            with live:
+            with live, self.clock.phase(name):
                 yield
         except BaseException:
             self.message(f"{where} failed after {time.monotonic() - start_s:.1f} s")
@@ -62,7 +74,9 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Prints one line as it is, above the live line if there is one."""
-        self.console.print(escape(text))
+        self.console.print(self._escape(text))
+        for listener in self.listeners:
+            listener(text)
 
     def started_with(self, metrics: Mapping[str, float | None]) -> None:
         """The run's first values, of a run that goes on."""

@@ -70,9 +70,12 @@ class ReferenceBank:
 
     def tensors(self) -> list[torch.Tensor]:
         """Everything that is held on the model's device."""
-        held = (tensor for some in (*self._copies.values(), self._stash) for tensor in some.values())
         device = next(self.model.parameters()).device
-        return [tensor for tensor in held if tensor.device == device]
+        return [tensor for tensor in self.all_tensors() if tensor.device == device]
+
+    def all_tensors(self) -> list[torch.Tensor]:
+        """Everything that is held, in host memory too: copies, and the stash once a reference was used."""
+        return [tensor for some in (*self._copies.values(), self._stash) for tensor in some.values()]
 
     def copies(self, name: str) -> dict[str, torch.Tensor]:
         """The local shards of reference `name` by parameter; KeyError for an unknown name."""

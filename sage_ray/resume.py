@@ -23,6 +23,7 @@ from sage_ray.config_load import load_config
 from sage_ray.data.prompts import PromptCursor
 from sage_ray.fingerprint import fingerprint
 from sage_ray.metrics import FILE_NAME as METRICS
+from sage_ray.run_files import ACTORS, ALARMS
 from sage_ray.types import Prompt
 
 AUTO = "auto"
@@ -31,7 +32,7 @@ FREE = (
     *("learner.", "rollout.", "lora.path", "loss.max_disagreement", "kl.share_interval"),
     *("model.gradient_checkpointing", "model.keep_attention", "model.compile", "model.stock_forward"),
     *("reward.num_workers", "reward.gpus_per_worker", "reward.runtime_env", "reward.max_batch_tokens"),
-    *("reward.max_pending", "reward.timeout_s", "reward.max_failed_share"),
+    *("reward.max_pending", "reward.timeout_s", "reward.max_failed_share", "watch."),
 )
 """Keys, and sections, that a resumed run may have otherwise: they say where, how fast and how often, not what."""
 BY_CONTENT = (
@@ -105,9 +106,10 @@ def find_resume(config: Config, prompts: Sequence[Prompt]) -> Resume | None:
 
 
 def cut_files(output: Path, iteration: int) -> None:
-    """Remove what a run that died wrote after `iteration`: lines of metrics.jsonl, rollouts, evaluations, videos."""
-    file = output / METRICS
-    if file.exists():
+    """Remove what a run that died wrote after `iteration`: lines about it, rollouts, evaluations, videos."""
+    for file in (output / name for name in (METRICS, ACTORS, ALARMS)):
+        if not file.exists():
+            continue
         lines = file.read_text("utf-8").split("\n")[:-1]
         kept = [line for line in lines if json.loads(line)["step"] <= iteration]
         partial = file.with_suffix(".partial")

@@ -82,7 +82,8 @@ class Trajectory:
 class GroupInfo:
     """What the controller reads of a finished group; small. finite: [G], False where the latents are not finite (such
     a video decodes to black and must get no reward); peak_bytes: most GPU memory of the worker since it took the policy
-    version; worker: name of the worker that made it. Times in seconds."""
+    version; worker: name of the worker that made it; trajectory_bytes, frames_bytes: size of its latents and of its
+    frames in the object store. Times in seconds."""
 
     step: int
     group: int
@@ -94,6 +95,8 @@ class GroupInfo:
     decode_s: float
     peak_bytes: int = 0
     worker: str = ""
+    trajectory_bytes: int = 0
+    frames_bytes: int = 0
 
 
 @dataclass(frozen=True)

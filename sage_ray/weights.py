@@ -1,148 +1,159 @@
-"""Published weights: every learner rank packs its own shards, a receiver writes them into its parameters' slices.
+"""Published weights on the way through a store: every learner rank packs its own shards into buckets, a receiver writes
+them into its parameters' slices.
 
-Nothing is gathered, and the receiver's parameters keep their storage. A part carries the digest of its bytes; the
-receiver digests its own parameters after writing, so a skipped or renamed tensor cannot pass unnoticed.
+Nothing is gathered, and the receiver's parameters keep their storage. A part says what its shards contain; the receiver
+looks at its own parameters after writing, so a skipped or renamed tensor cannot pass unnoticed. On GPUs buckets go
+through pinned memory, and one is copied to or from the device while the next one is stored or read.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from sage_ray.checksum import Content, merge
 from sage_ray.parallel import local_shards
-from sage_ray.shards import local_extent
-
-ALIGNMENT = 64
-"""Bytes; tensors start at multiples of it inside a bucket."""
-BUCKET_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Where one shard lies: in its bucket (byte offset) and in the full parameter (offset and shape)."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    bucket: int
-    start: int
-    num_bytes: int
+from sage_ray.weight_plan import BUCKET_BYTES, Plan, check_plans, drain, fill, held_content, plan_weights, sent_content
 
 
 @dataclass(frozen=True)
 class WeightPart:
-    """One rank's share of a policy version. buckets: uint8 arrays; digest: hex of the payload bytes in order."""
+    """One rank's share of a policy version. buckets: uint8 arrays, or what a store gave for each."""
 
     version: int
     rank: int
-    dtype: str
-    slices: tuple[Slice, ...]
-    buckets: tuple[np.ndarray, ...]
-    digest: str
-
-
-def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """A copy of the bytes of a tensor, uint8 [num_bytes] (numpy has no bfloat16).
-
-    On the CPU too: a storage that numpy has seen can never be resized again, so its weights could not leave (Parked).
-    """
-    return tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def pack(model: nn.Module, version: int, rank: int, dtype: torch.dtype) -> WeightPart:
-    """This rank's trainable shards in `dtype`, packed into aligned buckets."""
-    parameters = dict(model.named_parameters())
-    slices: list[Slice] = []
-    buckets: list[np.ndarray] = []
-    pending: list[tuple[int, np.ndarray]] = []
-    digest, position = hashlib.blake2b(digest_size=16), 0
-
-    def close_bucket() -> None:
-        bucket = np.zeros(position, np.uint8)
-        for start, data in pending:
-            bucket[start : start + data.size] = data
-        buckets.append(bucket)
-        pending.clear()
-
-    for name, shard in local_shards(model).items():
-        if shard.numel() == 0:
-            continue
-        data = as_bytes(shard.to(dtype))
-        digest.update(data.tobytes())
-        slices.append(Slice(name, *local_extent(parameters[name]), len(buckets), position, data.size))
-        pending.append((position, data))
-        position += -(-data.size // ALIGNMENT) * ALIGNMENT
-        if position >= BUCKET_BYTES:
-            close_bucket()
-            position = 0
-    close_bucket()
-    return WeightPart(version, rank, str(dtype).split(".")[1], tuple(slices), tuple(buckets), digest.hexdigest())
+    plan: Plan
+    content: Content
+    buckets: tuple[Any, ...]
 
 
 @torch.no_grad()
-def unpack(model: nn.Module, parts: Sequence[WeightPart], expected: frozenset[str] | None = None) -> None:
-    """Write the parts of one version into a plain (unsharded) model, in place.
+def pack(
+    model: nn.Module,
+    version: int,
+    rank: int,
+    dtype: torch.dtype,
+    store: Callable[[np.ndarray], Any] = np.copy,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> WeightPart:
+    """This rank's trainable shards in `dtype`, in aligned buckets.
 
-    Args: expected: names that must all be sent, and no other; None takes what comes.
+    Args: store: is given one bucket after the other, in memory that is used again; what it returns is kept.
+    """
+    shards, plan = local_shards(model), plan_weights(model, dtype, bucket_bytes)
+    device = next(model.parameters()).device
+    buckets, ring = [], _Ring(plan, device)
+    for number in range(len(plan.sizes) + 1):
+        if number < len(plan.sizes):
+            with ring.slot(number) as (on_device, _):
+                fill(on_device, number, plan, shards)
+                ring.to_host(number)
+        if number:
+            buckets.append(store(ring.host(number - 1)))
+    return WeightPart(version, rank, plan, sent_content(plan, shards), tuple(buckets))
+
+
+def load_array(bucket: np.ndarray) -> np.ndarray:
+    """A bucket that is there already."""
+    return bucket
+
+
+@torch.no_grad()
+def unpack(
+    model: nn.Module,
+    parts: Sequence[WeightPart],
+    expected: frozenset[str] | None = None,
+    load: Callable[[Any], np.ndarray] = load_array,
+) -> Content:
+    """Write the parts of one version into a plain (unsharded) model, in place; what the model then contains.
+
+    Args: expected: names that must all be sent, and no other; None takes what comes. load: a bucket's bytes.
 
     Raises: ValueError when versions differ, a name or shape does not match, a dtype differs, an element of a sent
     parameter is not covered, or an expected name is missing; RuntimeError when the model's bytes differ from those
     that were sent.
     """
-    parameters = dict(model.named_parameters())
-    _check(parameters, parts, expected)
-    for part in parts:
-        for piece, target in _targets(parameters, part):
-            data = part.buckets[piece.bucket][piece.start : piece.start + piece.num_bytes]
-            target.copy_(torch.from_numpy(np.array(data)).view(getattr(torch, part.dtype)).view(piece.shape))
-    for part in parts:
-        digest = hashlib.blake2b(digest_size=16)
-        for _, target in _targets(parameters, part):
-            digest.update(as_bytes(target).tobytes())
-        if digest.hexdigest() != part.digest:
-            raise RuntimeError(
-                f"weights of version {part.version}, learner rank {part.rank}: digest {digest.hexdigest()} after "
-                f"loading, {part.digest} was sent"
-            )
-
-
-def _targets(parameters: dict[str, nn.Parameter], part: WeightPart) -> Iterator[tuple[Slice, torch.Tensor]]:
-    for piece in part.slices:
-        index = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))
-        yield piece, parameters[piece.name].data[index]
-
-
-def _check(parameters: dict[str, nn.Parameter], parts: Sequence[WeightPart], expected: frozenset[str] | None) -> None:
     if len({part.version for part in parts}) != 1:
         raise ValueError(f"weights: parts of versions {sorted({part.version for part in parts})} cannot be mixed")
-    covered: dict[str, int] = {}
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    check_plans(parameters, [part.plan for part in parts], expected)
     for part in parts:
-        for piece in part.slices:
-            if piece.name not in parameters:
-                raise ValueError(f"weights: parameter {piece.name} was sent, the receiver has no such parameter")
-            parameter = parameters[piece.name]
-            if str(parameter.dtype).split(".")[1] != part.dtype:
-                raise ValueError(
-                    f"weights: {piece.name} was sent as {part.dtype}, the receiver holds {parameter.dtype}"
-                )
-            if any(o + n > size for o, n, size in zip(piece.offset, piece.shape, parameter.shape, strict=True)):
-                raise ValueError(f"weights: {piece.name} {piece.shape} at {piece.offset} exceeds {parameter.shape}")
-            covered[piece.name] = covered.get(piece.name, 0) + int(np.prod(piece.shape))
-    if not covered:
-        raise ValueError("weights: no parameter was sent")
-    if expected is not None and covered.keys() != expected:
-        missing = sorted(expected ^ covered.keys())
-        raise ValueError(f"weights: {len(missing)} trainable parameters differ, {missing[0]} was not sent or is frozen")
-    for name, count in covered.items():
-        if count != parameters[name].numel():
-            raise ValueError(f"weights: {name} has {parameters[name].numel()} elements, {count} were sent")
+        ring = _Ring(part.plan, next(model.parameters()).device)
+        for number, bucket in enumerate(part.buckets):
+            with ring.slot(number) as (on_device, on_host):
+                ring.wait(number)  # the slot's last copy still reads
+                on_host.copy_(_tensor(load(bucket))[: on_host.numel()])
+                ring.to_device(number)
+                drain(on_device, number, part.plan, parameters)
+        ring.finish()
+    return verify(parts[0].version, held_content(parts[0].plan, parameters), merge([part.content for part in parts]))
 
 
-def combined_digest(digests: Sequence[str]) -> str:
-    """Digest of a whole version from its parts' digests, in rank order."""
-    return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
+def verify(version: int, held: Content, sent: Content) -> Content:
+    """The content that is held. Raises RuntimeError, with a tensor's name, when it is not what was sent."""
+    if held.digest != sent.digest:
+        raise RuntimeError(
+            f"weights of version {version}: {held.difference(sent)} is not what was sent (digest {held.digest} after "
+            f"loading, {sent.digest} was sent)"
+        )
+    return held
+
+
+class _Ring:
+    """Two buckets on the host and, on GPUs, two on the device with a stream each; on a CPU they are the same."""
+
+    def __init__(self, plan: Plan, device: torch.device):
+        self.sizes, size, self.on_gpu = plan.sizes, max(plan.sizes, default=0), device.type == "cuda"
+        self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=self.on_gpu) for _ in range(2)]
+        self._devices, self._streams = self._hosts, []
+        if self.on_gpu:
+            self._devices = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+            self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+            for stream in self._streams:
+                stream.wait_stream(torch.cuda.current_stream(device))
+
+    @contextlib.contextmanager
+    def slot(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(bucket on the device, bucket on the host) of a number; inside, work is queued on its stream."""
+        size, slot = self.sizes[number], number % 2
+        with torch.cuda.stream(self._streams[slot]) if self.on_gpu else contextlib.nullcontext():
+            yield self._devices[slot][:size], self._hosts[slot][:size]
+
+    def to_host(self, number: int) -> None:
+        """Queue the copy of a bucket from the device."""
+        if self.on_gpu:
+            self._hosts[number % 2].copy_(self._devices[number % 2], non_blocking=True)
+
+    def to_device(self, number: int) -> None:
+        """Queue the copy of a bucket to the device."""
+        if self.on_gpu:
+            self._devices[number % 2].copy_(self._hosts[number % 2], non_blocking=True)
+
+    def host(self, number: int) -> np.ndarray:
+        """A bucket's bytes, once they are there."""
+        self.wait(number)
+        return self._hosts[number % 2][: self.sizes[number]].numpy()
+
+    def wait(self, number: int) -> None:
+        """For what is queued on a number's stream."""
+        if self.on_gpu:
+            self._streams[number % 2].synchronize()
+
+    def finish(self) -> None:
+        """For everything."""
+        for stream in self._streams:
+            stream.synchronize()
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    """A view of an array that may be read-only; it is only read."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)

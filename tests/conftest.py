@@ -42,6 +42,7 @@ def ray_cluster() -> Iterator[None]:
     import ray
 
     ray.init(
+        address="local",  # whatever other Ray runs on this machine
         num_cpus=2,
         include_dashboard=False,
         object_store_memory=400_000_000,

@@ -39,3 +39,9 @@ def small_config(tmp_path: Path, overrides: Sequence[str] = ()) -> Config:
             *overrides,
         ],
     )
+
+
+def without_times(metrics: dict[str, float]) -> dict[str, float]:
+    """Metrics of an iteration that a second run repeats: no seconds, and nothing that follows from seconds."""
+    timed = ("pool/", "throughput/", "turns/", "time/")
+    return {k: v for k, v in metrics.items() if not k.endswith("_s") and not k.startswith(timed)}

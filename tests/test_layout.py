@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from actors.cluster import Layout, plan_layout
+from actors.layout import Layout, plan_layout
 from sage_ray.config import Config, ConfigError
 
 
@@ -67,6 +67,21 @@ def test_a_reward_worker_with_a_share_of_its_own() -> None:
     assert plan_layout(mine, 3) == Layout("cuda", 1, 0.1, 1)
     mine.reward.gpus_per_worker = 0
     assert plan_layout(mine, 2) == Layout("cuda", 1, 0, 1)
+
+
+def test_a_reward_worker_has_part_of_a_rollout_workers_gpu() -> None:
+    """Where every GPU is a rollout worker's or a learner's."""
+    mine = config(1, 1, 3)
+    mine.reward.gpus_per_worker = 0.1
+    assert plan_layout(mine, 4) == Layout("cuda", 0.9, 0.1, 1)
+    assert plan_layout(mine, 5) == Layout("cuda", 1, 0.1, 1)
+    mine.reward.num_workers, mine.rollout.num_workers = 3, 2
+    assert plan_layout(mine, 5) == Layout("cuda", 0.8, 0.1, 1)
+    with pytest.raises(ConfigError, match="need 5.3[0-9]* GPUs, the cluster has 4"):
+        plan_layout(mine, 4)
+    mine.cluster.share_gpu = False
+    with pytest.raises(ConfigError, match="the cluster has 5"):
+        plan_layout(mine, 5)
 
 
 def test_cuda_graphs_need_a_gpu() -> None:

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from actors.cluster import Layout, start_actor
 from actors.pools import LearnerGroup, RolloutPool
 from actors.rollout_worker import RolloutWorker
+from actors.stored_weights import fetched, stored_bucket
 from sage_ray.config import total_optimizer_steps
 from sage_ray.group_batch import GroupBatch, ReplayRules
 from sage_ray.parallel import local_shards
@@ -106,7 +107,7 @@ def test_ranks_equal_one_plain_process(config, pool, num_ranks: int) -> None:
     assert sharded["learner/grad_norm"] == pytest.approx(alone["learner/grad_norm"], rel=1e-5)
     publication = learner.publish(1)
     received = load_velocity(POLICY, torch.float32, "cpu")
-    unpack(received, ray.get(list(publication.parts)))
+    unpack(received, ray.get(list(publication.parts)), load=stored_bucket)
     moved = apart = 0.0
     for name, shard in local_shards(received).items():
         moved += float((local_shards(plain.model)[name] - start[name]).square().sum())
@@ -236,10 +237,10 @@ def whole_tensors(parts) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     rows: dict[str, int] = {}
     for part in parts:
-        for piece in part.slices:
+        for piece in part.plan.slices:
             rows[piece.name] = max(rows.get(piece.name, 0), piece.offset[0] + piece.shape[0] if piece.shape else 0)
-    for part in parts:
-        for piece in part.slices:
+    for part in map(fetched, parts):
+        for piece in part.plan.slices:
             data = part.buckets[piece.bucket][piece.start : piece.start + piece.num_bytes].view(np.float32)
             target = found.setdefault(piece.name, np.zeros((rows[piece.name], *piece.shape[1:]), np.float32))
             target[piece.offset[0] : piece.offset[0] + piece.shape[0]] = data.reshape(piece.shape)

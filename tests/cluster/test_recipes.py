@@ -20,7 +20,13 @@ OFFICIAL = ("official_8gpu.yaml", "official_64gpu.yaml", "paper_setting_a.yaml",
 """One run when their sizes are overridden, so one of them is enough to start."""
 ELSEWHERE = ("lora_one_gpu.yaml",)
 """Started by tests/bench/test_bench.py, from folders of random weights."""
-RECIPES = sorted(file for file in (ROOT / "configs").rglob("*.yaml") if file.name not in ADDITIONS)
+EXPERIMENTS = ROOT / "configs" / "experiment"
+"""No recipes: tests/experiment/test_spec.py reads them."""
+RECIPES = sorted(
+    file
+    for file in (ROOT / "configs").rglob("*.yaml")
+    if file.name not in ADDITIONS and EXPERIMENTS not in file.parents
+)
 SHAPES = ROOT / "assets" / "shapes"
 SIZES = f"""model.path={SHAPES}/policy reward.path={SHAPES}/reward/VideoReward
 data.prompts=[{SHAPES}/prompts_train.txt] data.held_out_prompts=[{SHAPES}/prompts_held_out.txt]

@@ -19,7 +19,7 @@ from sage_ray.metrics import read_lines
 from sage_ray.rollout_log import read_rollouts
 from sage_ray.row_file import read_rows
 from tests.learner.checkpointed import largest_difference, read_state
-from tests.small import ROOT
+from tests.small import ROOT, without_times
 
 pytestmark = pytest.mark.cluster
 WORDS = """data.num_prompts=3 data.group_size=4 num_iterations=4 save_interval=2 rollout.num_workers=1
@@ -64,7 +64,7 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 def numbers(output: Path) -> list[dict]:
     """Every line of the metrics but for times."""
-    return [{k: v for k, v in line.items() if not k.endswith("_s")} for line in read_lines(output / "metrics.jsonl")]
+    return [without_times(line) for line in read_lines(output / "metrics.jsonl")]
 
 
 def rollouts(output: Path) -> list[dict]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors.cluster import places_together
+from actors.places import places_together
 from actors.wait import WaitTimeoutError
 from sage_ray.metrics import read_metrics
 from tests.cluster.test_turns import end, make

@@ -21,7 +21,7 @@ from sage_ray.data.prompts import read_prompts
 from sage_ray.metrics import read_metrics
 from sage_ray.progress import Progress
 from sage_ray.rollout_log import read_rollouts
-from tests.small import small_config
+from tests.small import small_config, without_times
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 WORDS = """data.num_prompts=2 num_iterations=2 sampling.num_steps=5 reward.max_batch_tokens=1 kl.anchor_interval=1
@@ -77,7 +77,7 @@ def numbers(controller: Controller) -> list[dict[str, float]]:
     """Metrics that are no times."""
     lines = read_metrics(controller.output / "metrics.jsonl")
     assert len(lines) == 2
-    return [{k: v for k, v in line.items() if not k.endswith("_s") and not k.startswith("turns/")} for line in lines]
+    return [without_times(line) for line in lines]
 
 
 def test_turns_change_no_bit(pair) -> None:

@@ -72,6 +72,16 @@ def test_every_number_must_be_finite(value):
     ("overrides", "message"),
     [
         (["loss.clip_range=1"], "loss.clip_range=1.0: must be in [0, 1)"),
+        (
+            ["cluster.node_roles={reward: in(a}"],
+            "cluster.node_roles={'reward': 'in(a'}: must give learner, rollout or reward one of a, !a, in(a,b), "
+            "!in(a,b)",
+        ),
+        (
+            ["cluster.node_roles={driver: head}"],
+            "cluster.node_roles={'driver': 'head'}: must give learner, rollout or reward one of a, !a, in(a,b), "
+            "!in(a,b)",
+        ),
         (["video_fps=1001"], "sampling.fps=1001.0: must be in [0.1, 1000], what a video file can hold"),
         (["optimizer.beta1=1"], "optimizer.beta1=1.0: must be in [0, 1)"),
         (["data.prompts=[]"], "data.prompts=[]: must not be empty"),

@@ -12,7 +12,7 @@ from actors.rollout_worker import RolloutWorker
 from sage_ray.models.lora import adapt
 from sage_ray.schedule import sigma_grid
 from sage_ray.types import GroupRequest, Prompt
-from sage_ray.weights import WeightPart, combined_digest, pack
+from sage_ray.weights import WeightPart, pack
 from tests.conftest import POLICY
 from tests.small import load_velocity, small_config
 
@@ -57,7 +57,7 @@ def publication(version: int, factor: float, lora: Sequence[str] = ()) -> tuple[
             if parameter.requires_grad:
                 parameter.add_(factor - 1.0) if lora else parameter.mul_(factor)
     part = pack(velocity, version, 0, torch.float32)
-    return version, combined_digest([part.digest]), part
+    return version, part.content.digest, part
 
 
 def equal(one: tuple, other: tuple) -> bool:
