@@ -28,7 +28,7 @@ from sage_ray.group_batch import GroupBatch, Pass, ReplayRules, count_pairs
 from sage_ray.group_rollout import GroupRollout
 from sage_ray.models.lora import adapt
 from sage_ray.models.packed_velocity import TORCH_DTYPES, PackedVelocity
-from sage_ray.parallel import free_port, shard, start_process_group
+from sage_ray.parallel import free_port, gather_objects, shard, start_process_group
 from sage_ray.policy_update import PolicyUpdate
 from sage_ray.training_schedule import TrainingSchedule, training_schedule
 from sage_ray.types import Condition, GroupRequest, Prompt, Trajectory
@@ -63,20 +63,22 @@ class RandomPolicy:
 class PrintedAgreement(Agreement):
     """The product's comparison, which prints and keeps every pair and lets all pass that are finite."""
 
-    def __init__(self, schedule: TrainingSchedule):
-        super().__init__(allowed=math.inf)
+    def __init__(self, schedule: TrainingSchedule, sp_size: int = 1):
+        super().__init__(math.inf, sp_size)
         self.coefs, self.pairs = schedule.coefs, []
 
     def check(self, passes: Sequence[Pass], replayed: Sequence[torch.Tensor]) -> None:
-        """Print one line for every (video, step)."""
+        """Print one line for every (video, step); rank 0 does."""
         for one, learner in zip(passes, replayed, strict=True):
-            for ours, theirs in zip(learner.tolist(), one.rollout_log_prob.tolist(), strict=True):
-                step = int(one.step)
-                pair = {"step": step, "sigma": float(self.coefs.sigmas[step]), "std": float(self.coefs.std[step])}
+            for place, ours, theirs in zip(one.places, learner.tolist(), one.rollout_log_prob.tolist(), strict=True):
+                step, by = place.step, place.worker
+                sigma, std = float(self.coefs.sigmas[step]), float(self.coefs.std[step])
+                pair = {"by": by, "step": step, "sigma": sigma, "std": std}
                 pair |= {"rollout": theirs, "learner": ours, "difference": ours - theirs}
                 self.pairs.append(pair)
-                numbers = f"sigma {pair['sigma']:.4f}  std {pair['std']:.4f}  rollout {theirs:.9f}  learner {ours:.9f}"
-                print(f"  step {step:2}  {numbers}  difference {ours - theirs:+.3g}", flush=True)
+                numbers = f"sigma {sigma:.4f}  std {std:.4f}  rollout {theirs:.9f}  learner {ours:.9f}"
+                if distributed.get_rank() == 0:
+                    print(f"  {by:4} step {step:2}  {numbers}  difference {ours - theirs:+.3g}".rstrip(), flush=True)
         super().check(passes, replayed)
 
 
@@ -92,7 +94,7 @@ def configuration(parsed: argparse.Namespace, guidance: float) -> Config:
 
 
 def learner(parsed: argparse.Namespace, size: Size, config: Config, device: torch.device) -> PackedVelocity:
-    """The learner's model as `load_sharded` makes it, over one rank, with random weights; adapters change something."""
+    """The learner's model as `load_sharded` makes it, over all ranks, random; adapters change something."""
     model = blank(size, parsed.layers)
     model.context_embedder_2.to_empty(device="cpu").requires_grad_(True)
     for parameter in model.context_embedder_2.parameters():
@@ -100,8 +102,9 @@ def learner(parsed: argparse.Namespace, size: Size, config: Config, device: torc
     velocity = PackedVelocity(model, TORCH_DTYPES[parsed.dtype], compiled=parsed.compile, keep_attention=parsed.keep)
     if config.lora.rank:
         adapt(velocity, config.lora, config.seed, dtype=torch.float32)
-    shard(velocity.to("meta"), 1, device.type).to_empty(device=device)
-    fill_random((name, parameter.to_local()) for name, parameter in velocity.named_parameters())
+    shard(velocity.to("meta"), distributed.get_world_size(), device.type).to_empty(device=device)
+    shards = ((name, parameter.to_local()) for name, parameter in velocity.named_parameters())
+    fill_random(shards, seed=distributed.get_rank())
     velocity.transformer.gradient_checkpointing = True
     return velocity
 
@@ -118,13 +121,14 @@ def policy(
         adapt(velocity, config.lora, config.seed, dtype=dtype)
     held = dict(trained.named_parameters())
     for name, parameter in velocity.named_parameters():
-        parameter.copy_(held[name].to_local())
+        parameter.copy_(held[name].full_tensor())
     return RandomPolicy(size, velocity.requires_grad_(False), device)
 
 
 def publish(trained: PackedVelocity, receiver: RandomPolicy, version: int, dtype: torch.dtype) -> None:
     """As LearnerRank.publish and RolloutWorker.load_weights do."""
-    unpack(receiver.velocity, [pack(trained, version, 0, dtype)], receiver.velocity.trainable_names)
+    part = pack(trained, version, distributed.get_rank(), dtype)
+    unpack(receiver.velocity, gather_objects(part), receiver.velocity.trainable_names)
 
 
 def sample(config: Config, schedule: TrainingSchedule, receiver: RandomPolicy) -> Trajectory:

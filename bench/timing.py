@@ -53,15 +53,16 @@ class Row:
 
 
 class Report:
-    """Rows that are printed as they come, and kept as JSON after every one."""
+    """Rows that are printed as they come (not when quiet), and kept as JSON after every one."""
 
-    def __init__(self, path: Path | None, facts: dict):
-        self.path, self.facts, self.rows = path, facts, []
+    def __init__(self, path: Path | None, facts: dict, quiet: bool = False):
+        self.path, self.facts, self.quiet, self.rows = path, facts, quiet, []
 
     def add(self, row: Row) -> Row:
         """Print and keep one row."""
         self.rows.append(row)
-        print(row.text(), flush=True)
+        if not self.quiet:
+            print(row.text(), flush=True)
         if self.path is not None:
             content = {**self.facts, "rows": [asdict(row) for row in self.rows]}
             self.path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
