@@ -60,7 +60,7 @@ experiment-smoke: .venv/installed
 
 test-cluster: .venv/installed-cluster
 	command -v ip rsync /usr/sbin/sshd > /dev/null || apt-get install -y -qq iproute2 openssh-server rsync
-	SAGE_HOSTS=1 $(BIN)/python -m pytest -q -n 0 tests/deploy/test_files.py tests/cluster_hosts $(ARGS)
+	SAGE_HOSTS=1 $(BIN)/python -m pytest -q -n 0 tests/deploy tests/cluster/test_sweep.py tests/cluster_hosts $(ARGS)
 
 # 10,000 damaged configurations; the tests take 200.
 test-configs: .venv/installed

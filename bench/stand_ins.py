@@ -73,6 +73,10 @@ class RolloutStandIn(StandIn):
 
     version, digest = -1, ""
 
+    async def memory(self) -> list:
+        """It holds nothing."""
+        return []
+
     async def ready(self) -> bool:
         return True
 
@@ -130,6 +134,10 @@ class LearnerStandIn(StandIn):
 
     version, groups, place = 0, 0, None
 
+    async def memory(self) -> list:
+        """It holds nothing."""
+        return []
+
     async def rendezvous(self) -> tuple[str, int]:
         return "nowhere", 1
 
@@ -180,13 +188,18 @@ class Host:
 
     def __init__(self, delays: Delays):
         self.delays, self.members = delays, dict[str, StandIn]()
+        self.added = asyncio.Condition()
 
     async def add(self, role: str, name: str) -> None:
         """One more."""
-        self.members[name] = ROLES[role](name, self.delays)
+        async with self.added:
+            self.members[name] = ROLES[role](name, self.delays)
+            self.added.notify_all()
 
     async def call(self, name: str, method: str, *arguments: Any) -> Any:
-        """A call of a member, after those before it."""
+        """A call of a member, after those before it; Ray may begin it before the `add`."""
+        async with self.added:
+            await self.added.wait_for(lambda: name in self.members)
         member = self.members[name]
         async with member.turn:
             with member.clock.phase(LABELS.get(method, "other")):

@@ -41,6 +41,28 @@ def ray_cluster() -> Iterator[None]:
     """An embedded Ray for all tests that need one."""
     import ray
 
+    if not ray.is_initialized():
+        _start_ray()
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def no_ray() -> Iterator[None]:
+    """No Ray runs at first, for what starts its own; the other tests' comes back afterwards."""
+    import ray
+
+    ran = ray.is_initialized()
+    ray.shutdown()
+    yield
+    ray.shutdown()
+    if ran:
+        _start_ray()
+
+
+def _start_ray() -> None:
+    import ray
+
     ray.init(
         address="local",  # whatever other Ray runs on this machine
         num_cpus=2,
@@ -50,5 +72,3 @@ def ray_cluster() -> Iterator[None]:
         log_to_driver=False,
         logging_level="warning",
     )
-    yield
-    ray.shutdown()

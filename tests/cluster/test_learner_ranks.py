@@ -102,7 +102,8 @@ def test_ranks_equal_one_plain_process(config, pool, num_ranks: int) -> None:
     trajectories = ray.get([g.trajectory for g in groups])
     batches = [GroupBatch(t, a, w) for t, a, w in zip(trajectories, values, weights, strict=True)]
     sharded = learner.update([g.trajectory for g in groups], values, weights, len(STEPS))
-    alone = plain.update([batches], [float(weights.sum() * len(STEPS))])
+    pairs = float(weights.sum() * len(STEPS)), float(weights.size * len(STEPS))
+    alone = plain.update([batches], pairs[:1], all_pairs=pairs[1:])
     assert sharded["agreement/max_abs"] == alone["agreement/max_abs"] == 0.0
     assert sharded["learner/grad_norm"] == pytest.approx(alone["learner/grad_norm"], rel=1e-5)
     publication = learner.publish(1)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 
 from actors.run_host import Place, RunHost
 from actors.sweep import Sweep, plain_sweep, start_ray, tune_sweep
@@ -16,8 +15,20 @@ from sage_ray.experiment.spec import Cell, Job, job_of, read_budget
 from sage_ray.experiment.stored import is_stored, read_run
 
 pytestmark = pytest.mark.cluster
+heavy = pytest.mark.skipif("SAGE_HOSTS" not in os.environ, reason="takes minutes: make test-cluster runs it")
 SMALL = ("evaluation.num_prompts=1", "evaluation.num_steps=2", "data.group_size=2")
-TIMED = ("phase/", "time", "learner/fetch", "learner/update", "reward/score", "busy", "idle", "throughput")
+TIMED = (
+    "phase/",
+    "pool/",
+    "publish/",
+    "time",
+    "learner/fetch",
+    "learner/update",
+    "reward/score",
+    "busy",
+    "idle",
+    "throughput",
+)
 
 
 def job(name: str, *settings: str) -> Job:
@@ -27,13 +38,11 @@ def job(name: str, *settings: str) -> Job:
 
 
 @pytest.fixture
-def sweep_ray(tmp_path: Path) -> Iterator[None]:
-    ray.shutdown()
+def sweep_ray(tmp_path: Path, no_ray: None) -> None:
     start_ray(1, tmp_path)
-    yield
-    ray.shutdown()
 
 
+@heavy
 def test_a_plain_sweep_goes_on_after_a_failure_and_renews_its_actors(tmp_path: Path, sweep_ray: None) -> None:
     """The same settings twice: the second run gets the first one's actors and gives the same numbers."""
     jobs = [job("broken", "model.path=nowhere"), job("first"), job("second")]
@@ -55,6 +64,7 @@ def _numbers(line: dict) -> dict:
     return {name: value for name, value in line.items() if not name.startswith(TIMED) and not name.endswith("_s")}
 
 
+@heavy
 def test_tune_makes_runs_and_tells_failures(tmp_path: Path, sweep_ray: None) -> None:
     jobs = [job("broken", "model.path=nowhere"), dataclasses.replace(job("base"), trains=False)]
     sweep = Sweep(jobs, tmp_path / "runs", tmp_path / "work", at_once=1, num_gpus=0)

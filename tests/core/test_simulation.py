@@ -134,9 +134,10 @@ seeds = st.integers(0, 1000)
 
 
 @settings(max_examples=60)
-@given(works(), sizes, sizes, ages, seeds)
+@given(works(random=False), sizes, sizes, ages, seeds)
 def test_overlap_never_ends_an_iteration_later(mine: Work, rollouts: int, ranks: int, age: int, seed: int) -> None:
-    """Than the synchronous ring with the same times; nor does an older policy than a younger one."""
+    """Than the synchronous ring; nor does an older policy than a younger one. With times that differ from group to
+    group another order of the groups may be the luckier one."""
     two = many(rollouts, ranks)
     found = asynchronous(mine, two, age, COUNT, seed)
     not_later(found, synchronous(mine, two, COUNT, seed))

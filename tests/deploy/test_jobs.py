@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,7 +14,10 @@ import pytest
 from tests.deploy.conftest import TOKEN, Cluster, ended
 from tests.small import ROOT
 
-pytestmark = pytest.mark.cluster
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif("SAGE_HOSTS" not in os.environ, reason="minutes on two cores: make test-cluster runs it"),
+]
 TRAIN = """train cluster.device=cpu data.num_prompts=2 data.group_size=2 save_interval=100 rollout.num_workers=1
 sampling.num_steps=5 evaluation.num_prompts=0 optimizer.schedule=constant""".split()
 
