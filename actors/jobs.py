@@ -63,6 +63,8 @@ class Jobs:
 
     def __init__(self, address: str | None):
         self.address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "auto"
+        if address:  # Ray lets both variables overrule the argument
+            os.environ["RAY_API_SERVER_ADDRESS"] = address
         with _answers(self.address):
             self._client = JobSubmissionClient(None if self.address == "auto" else self.address)
         self.address = self._client.get_address()
