@@ -13,7 +13,7 @@ import ray
 from actors.cluster import start_ray
 from actors.evaluator import Evaluator
 from actors.places import place_everything
-from actors.pools import Publication
+from actors.publisher import Publication
 from actors.scored_rollouts import ScoredRollouts
 from actors.stop import ENDS, RunStoppedError, reason
 from sage_ray.checks import CheckedRun

@@ -71,24 +71,25 @@ class OverlapLoop:
         optimizer step on it is not interrupted: then it is finished, or never was."""
         controller, start, self._times = self.controller, time.monotonic(), {}
         scored: list[ScoredGroup] = []
+        early = self.chunks[:-1] if self.chunks else []
         with controller.progress.phase("learn"):
-            early = self.chunks[:-1] if self.chunks else []
-            for chunk in early:
+            for number, chunk in enumerate(early):
                 scored += await self._receive(iteration, chunk.groups)
-                if not len(scored) > len(chunk.groups):
+                if number == 0:
                     await asyncio.to_thread(self.learner.begin)
                 await self._accumulate(chunk, scored)
             scored += await self._receive(iteration, range(len(scored), self.feed.num_groups))
-            rollout = Rollout([g.refs for g in scored], [g.info for g in scored], [g.scores for g in scored])
-            controller.rollouts.check_scores(rollout.scores, rollout.infos)
-            advantages = controller.advantages(rollout.scores)
-            with controller.stop.held():
+        rollout = Rollout([g.refs for g in scored], [g.info for g in scored], [g.scores for g in scored])
+        controller.rollouts.check_scores(rollout.scores, rollout.infos)
+        advantages = controller.advantages(rollout.scores)
+        with controller.stop.held():
+            with controller.progress.phase("learn"):
                 metrics = await self._step(scored, advantages, begun=bool(early))
                 controller.version = int(metrics["policy_version"])
                 await self._publish(iteration + 1)
-                metrics |= controller.published.metrics | self._times | self._shares(rollout, time.monotonic() - start)
-                metrics["policy/age"] = float(iteration - self.feed.sampler(iteration))
-                controller.finish(iteration, metrics, rollout, advantages)
+            metrics |= controller.published.metrics | self._times | self._shares(rollout, time.monotonic() - start)
+            metrics["policy/age"] = float(iteration - self.feed.sampler(iteration))
+            controller.finish(iteration, metrics, rollout, advantages)
 
     async def _receive(self, iteration: int, numbers: Iterable[int]) -> list[ScoredGroup]:
         with self._clock("wait"):

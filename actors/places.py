@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
@@ -107,16 +107,15 @@ def reserve(groups: Sequence[Group], timeout_s: float) -> dict[str, dict[str, An
         elif group.selector:
             found |= dict.fromkeys(group.names, {"label_selector": {LABEL: group.selector}})
     deadline = time.monotonic() + timeout_s
-    try:
+    with ExitStack() as undo:
+        for _, placement in asked:
+            undo.callback(ray.util.remove_placement_group, placement)
         for group, placement in asked:
             _wait_for_places(placement, _words(group), deadline - time.monotonic(), timeout_s)
             for number, name in enumerate(group.names):
                 place = PlacementGroupSchedulingStrategy(placement, number // group.per_bundle)
                 found[name] = {"scheduling_strategy": place}
-    except BaseException:
-        for _, placement in asked:
-            ray.util.remove_placement_group(placement)
-        raise
+        undo.pop_all()
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import ray
 from actors.cluster import Layout, start_actor, wait_until_ready
 from actors.learner import LearnerRank
 from actors.publisher import Publication, Publisher
-from actors.rollout_group import RolloutGroup, start_group
+from actors.rollout_group import GroupRefs, RolloutGroup, start_group
 from actors.wait import REPORT_S, wait_all, wait_some
 from sage_ray.advantage import Advantages
 from sage_ray.config import Config
@@ -21,20 +20,6 @@ from sage_ray.config_check import dp_degree
 from sage_ray.group_batch import split_groups
 from sage_ray.group_chunks import Chunk
 from sage_ray.types import GroupRequest
-
-
-@dataclass(frozen=True)
-class GroupRefs:
-    """References of one group in the object store, and the request it answers."""
-
-    request: GroupRequest
-    trajectory: ray.ObjectRef
-    frames: ray.ObjectRef | None
-    info: ray.ObjectRef
-
-    def without_frames(self) -> GroupRefs:
-        """The same group; what nobody else refers to leaves the object store."""
-        return replace(self, frames=None)
 
 
 class RolloutPool:
@@ -63,15 +48,8 @@ class RolloutPool:
 
     def load_weights(self, publication: Publication) -> None:
         """Give every actor one version; waits for all, raises when one confirms anything else."""
-        members, version, digest = self.members, publication.version, publication.digest
-        answers = wait_all(
-            [m.load_weights.remote(version, digest, *publication.parts_for(m)) for m in members],
-            f"weights of version {version} on {len(members)} rollout workers",
-            self.timeout_s,
-        )
-        for answer in answers:
-            if answer["version"] != publication.version or answer["digest"] != publication.digest:
-                raise RuntimeError(f"rollout worker answers {answer} to version {publication.version}")
+        what = f"weights of version {publication.version} on {len(self.members)} rollout workers"
+        publication.check_loaded(wait_all(publication.load_on(self.members), what, self.timeout_s))
 
     def generate(self, requests: Sequence[GroupRequest]) -> Iterator[GroupRefs]:
         """Groups in the order in which they finish; each rollout group has one task running and one waiting."""
@@ -83,8 +61,7 @@ class RolloutPool:
         def submit(group: RolloutGroup) -> None:
             if queue:
                 task = queue.popleft()
-                refs, others = group.generate(task)
-                groups = [GroupRefs(request, *refs[3 * i : 3 * i + 3]) for i, request in enumerate(task)]
+                groups, others = group.generate(task)
                 running[groups[-1].info] = group, groups
                 following.update(others)
 

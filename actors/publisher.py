@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 
@@ -49,6 +50,16 @@ class Publication:
         if self.late is None or actor_key(member) in self.received:
             return self.parts
         return self.late()
+
+    def load_on(self, members: Sequence[Handle]) -> list[ray.ObjectRef]:
+        """Rollout actors take the weights; references of what they confirm (`check_loaded`)."""
+        return [m.load_weights.remote(self.version, self.digest, *self.parts_for(m)) for m in members]
+
+    def check_loaded(self, answers: Sequence[dict[str, Any]]) -> None:
+        """Raises: RuntimeError when an actor confirms anything else."""
+        for answer in answers:
+            if (answer["version"], answer["digest"]) != (self.version, self.digest):
+                raise RuntimeError(f"rollout worker answers {answer} to version {self.version}")
 
 
 def broadcasts(config: Config, layout: Layout) -> bool:

@@ -21,8 +21,8 @@ from typing import Any
 import ray
 
 from actors.cluster import Layout, start_actor, wait_until_ready
-from actors.pools import GroupRefs
 from actors.reward_worker import RewardWorker
+from actors.rollout_group import GroupRefs
 from actors.wait import REPORT_S, wait_future
 from sage_ray.config import Config
 from sage_ray.reward_parts import as_scores, failed

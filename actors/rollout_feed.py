@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from actors.pools import GroupRefs, Publication
+from actors.publisher import Publication
+from actors.rollout_group import GroupRefs
 from actors.scored_rollouts import ScoredRollouts, check_made, without_broken
 from actors.seat import Seat
 from sage_ray.busy_share import BusyShare

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 import torch.distributed as dist
@@ -47,6 +47,20 @@ class RolloutMember(RolloutWorker):
 
 
 @dataclass(frozen=True)
+class GroupRefs:
+    """References of one group of videos in the object store, and the request it answers."""
+
+    request: GroupRequest
+    trajectory: ray.ObjectRef
+    frames: ray.ObjectRef | None
+    info: ray.ObjectRef
+
+    def without_frames(self) -> GroupRefs:
+        """The same group; what nobody else refers to leaves the object store."""
+        return replace(self, frames=None)
+
+
+@dataclass(frozen=True)
 class RolloutGroup:
     """Actors that act as one worker, the lead first."""
 
@@ -60,13 +74,14 @@ class RolloutGroup:
         address = lead.rendezvous.remote()
         return [member.join.remote(address) for member in self.members]
 
-    def generate(self, task: Sequence[GroupRequest]) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
-        """(what the lead's `generate` returns, references that are done when the others are; they raise what they
+    def generate(self, task: Sequence[GroupRequest]) -> tuple[list[GroupRefs], list[ray.ObjectRef]]:
+        """(the groups that the lead makes, references that are done when the other members are; they raise what these
         raise, while the lead would wait for them in vain)."""
         name = f"generate step {task[0].step} groups {task[0].group} to {task[-1].group}"
         lead, *others = self.members
         refs = lead.generate.options(num_returns=3 * len(task), name=name).remote(*task)
-        return refs, [member.follow.options(name=f"follow: {name}").remote(*task) for member in others]
+        groups = [GroupRefs(request, *refs[3 * i : 3 * i + 3]) for i, request in enumerate(task)]
+        return groups, [member.follow.options(name=f"follow: {name}").remote(*task) for member in others]
 
 
 def start_group(config: Config, layout: Layout, number: int) -> RolloutGroup:

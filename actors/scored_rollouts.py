@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from actors.cluster import Layout, wait_until_ready
-from actors.pools import GroupRefs, Publication, RolloutPool
+from actors.pools import RolloutPool
+from actors.publisher import Publication
 from actors.reward_service import RewardService
+from actors.rollout_group import GroupRefs
 from actors.wait import wait_all
 from sage_ray.config import Config
 from sage_ray.reward_parts import RewardParts

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from actors.pools import GroupRefs, Publication
-from actors.rollout_group import RolloutGroup
+from actors.publisher import Publication
+from actors.rollout_group import GroupRefs, RolloutGroup
 from actors.wait import wait_async
 from sage_ray.busy_share import BusyShare
 from sage_ray.types import GroupInfo, GroupRequest
@@ -45,8 +45,7 @@ class Seat:
 
     async def generate(self, requests: Sequence[GroupRequest]) -> list[tuple[GroupRefs, GroupInfo]]:
         """Make some groups of the publication that is held."""
-        refs, others = self.group.generate(requests)
-        groups = [GroupRefs(request, *refs[3 * i : 3 * i + 3]) for i, request in enumerate(requests)]
+        groups, others = self.group.generate(requests)
         what = f"groups {requests[0].group} to {requests[-1].group} of iteration {requests[0].step + 1}"
         with self._busy.working(self):
             infos, _ = await asyncio.gather(
@@ -57,8 +56,5 @@ class Seat:
 
     async def _load(self, publication: Publication) -> None:
         """Every actor of the group takes the weights. Raises RuntimeError when one confirms anything else."""
-        version, digest = publication.version, publication.digest
-        refs = [m.load_weights.remote(version, digest, *publication.parts_for(m)) for m in self.group.members]
-        for answer in await wait_async(refs, f"weights of version {version} on a rollout group", self.timeout_s):
-            if (answer["version"], answer["digest"]) != (version, digest):
-                raise RuntimeError(f"rollout worker answers {answer} to version {version}")
+        what = f"weights of version {publication.version} on a rollout group"
+        publication.check_loaded(await wait_async(publication.load_on(self.group.members), what, self.timeout_s))

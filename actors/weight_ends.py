@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -41,12 +42,12 @@ class StreamEnd:
         return self.stream
 
 
-class WeightSender(StreamEnd):
+class WeightSender(StreamEnd, ABC):
     """A learner rank's end. Whoever inherits says what is published."""
 
+    @abstractmethod
     def published(self, average: bool) -> AbstractContextManager[tuple[nn.Module, int, torch.dtype]]:
         """(sharded model, version, dtype on the way), while it holds what is asked for."""
-        raise NotImplementedError
 
     def open_meeting(self, timeout_s: float) -> tuple[str, int]:
         """A meeting point for groups on this actor's host: address and port. It stays as long as the actor."""
@@ -73,7 +74,7 @@ class WeightSender(StreamEnd):
         return content, {"send_s": sent - start, "send_checksum_s": time.monotonic() - sent}
 
 
-class WeightReceiver(StreamEnd):
+class WeightReceiver(StreamEnd, ABC):
     """A rollout worker's end."""
 
     def join_stream(self, meeting: Meeting, device: str, timeout_s: float, plans: Sequence[Plan]) -> None:
@@ -81,13 +82,13 @@ class WeightReceiver(StreamEnd):
         check_plans(self.parameters(), plans, self.expected_names())
         super().join_stream(meeting, device, timeout_s, plans)
 
+    @abstractmethod
     def parameters(self) -> dict[str, torch.Tensor]:
         """Name to full tensor of everything that may be sent."""
-        raise NotImplementedError
 
+    @abstractmethod
     def expected_names(self) -> frozenset[str]:
         """Of all that must be sent."""
-        raise NotImplementedError
 
     def receive_into_parameters(self) -> tuple[Content, dict[str, float]]:
         """Write what is sent into the parameters; what they then contain, and seconds. Raises StreamError."""

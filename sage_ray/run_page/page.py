@@ -29,7 +29,7 @@ FILE_NAME = "run.html"
 MAX_BARS, MAX_ACTORS, MAX_ALARMS = 24, 80, 200
 LONG = 300
 """Characters of a prompt above which the rest is folded."""
-PHASES = ("rollout", "update", "learn", "turn", "publish", "save")
+PHASES = ("rollout", "wait", "update", "turn", "publish", "save")
 """Phases of an iteration in the order of their bars; others follow."""
 
 

@@ -11,8 +11,8 @@ import pytest
 import ray
 
 from actors.cluster import Layout
-from actors.pools import GroupRefs
 from actors.reward_service import RewardService
+from actors.rollout_group import GroupRefs
 from sage_ray.types import GroupRequest, Prompt, Scores
 from tests.small import small_config
 
