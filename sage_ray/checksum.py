@@ -9,6 +9,9 @@ second sum; over chunks each chunk sees a change of its own. Damage of many plac
 defence against somebody who wants to deceive.
 
 A shard's sums are those of the whole parameter with zeros elsewhere, so sums of all ranks add up to the whole's.
+
+On a GPU a small tensor takes as long as its launches. Small parts of one shape that begin at one place of their
+parameters meet the same multipliers, so they are stacked and summed together; each keeps its own sums.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ import torch
 CHUNK_WORDS = 2**23
 """64 MiB, more than any tensor of the real model: two such arrays, and the products of one, are the most memory that a
 checksum takes."""
+BATCH_BYTES, SMALL_BYTES = 24 * 2**20, 2**22
+"""What is stacked at a time, and the largest part that is worth it. From 32 MiB on a CPU maps new pages every time."""
 LOW, WORD = 2 * CHUNK_WORDS, 8
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 Piece = tuple[str, torch.Tensor, int]
@@ -72,26 +77,25 @@ def merge(contents: Sequence[Content]) -> Content:
     return Content(first.dtype, first.shapes, total.tobytes())
 
 
-def content(shapes: Shapes, pieces: Iterable[Piece], dtype: torch.dtype) -> Content:
+@torch.no_grad()
+def content(shapes: Shapes, pieces: Iterable[Piece], dtype: torch.dtype, cast: bool = False) -> Content:
     """The content of some pieces of a model whose trainable parameters have `shapes`; zeros stand for what is missing.
 
-    Raises: ValueError when a piece is not of `dtype` or lies outside of its parameter.
+    Args: pieces: all on one device. cast: pieces of other dtypes count as what they become in `dtype`.
+
+    Raises: ValueError when a piece is not of `dtype` (without `cast`) or lies outside of its parameter.
     """
     name_of, rows = str(dtype).removeprefix("torch."), chunk_rows(shapes, str(dtype).removeprefix("torch."))
-    sizes = {name: math.prod(shape) for name, shape in shapes}
     table = np.zeros((sum(len(r) for r in rows.values()), 2), np.uint64)
-    places, sums = [], []
-    for name, tensor, start in pieces:
-        if not tensor.is_contiguous():
-            raise ValueError(f"checksum: {name} must be contiguous")
-        if tensor.dtype != dtype or start + tensor.numel() > sizes[name]:
-            raise ValueError(f"checksum: {name} holds {tensor.numel()} {tensor.dtype} from {start}, not {dtype} inside")
-        for chunk, pair in _chunk_sums(tensor, start):
-            places.append(rows[name][chunk])
-            sums += pair
-    if sums:
-        found = torch.stack(sums).cpu().numpy().view(np.uint64).reshape(-1, 2)
-        np.add.at(table, places, found)
+    places, low_sums, high_sums = [], [], []
+    for names, start, batch in _batches(_checked(shapes, pieces, dtype, cast)):
+        for chunk, low, high in _chunk_sums(batch.to(dtype), start):
+            places += [rows[name][chunk] for name in names]
+            low_sums.append(low)
+            high_sums.append(high)
+    if places:
+        found = torch.stack([torch.cat(low_sums), torch.cat(high_sums)], 1)
+        np.add.at(table, places, found.cpu().numpy().view(np.uint64))
     return Content(name_of, shapes, table.tobytes())
 
 
@@ -105,48 +109,78 @@ def chunk_rows(shapes: Shapes, dtype: str) -> dict[str, range]:
     return rows
 
 
-def _chunk_sums(tensor: torch.Tensor, start: int) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
-    """(chunk, two int64 sums without dimension) for every chunk that a part of a parameter touches."""
-    data, size, chunk_bytes = tensor.detach().reshape(-1), tensor.element_size(), CHUNK_WORDS * WORD
-    position, end = start * size, (start + tensor.numel()) * size
+def _checked(shapes: Shapes, pieces: Iterable[Piece], dtype: torch.dtype, cast: bool) -> Iterator[Piece]:
+    sizes = {name: math.prod(shape) for name, shape in shapes}
+    for name, tensor, start in pieces:
+        if not tensor.is_contiguous():
+            raise ValueError(f"checksum: {name} must be contiguous")
+        held = dtype if cast else tensor.dtype
+        if held != dtype or start + tensor.numel() > sizes[name]:
+            raise ValueError(f"checksum: {name} holds {tensor.numel()} {held} from {start}, not {dtype} inside")
+        yield name, tensor, start
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[tuple[list[str], int, torch.Tensor]]:
+    """(names, start, [names, elements]): a large piece alone and not copied, small ones with their like."""
+    waiting: dict[tuple, list[Piece]] = {}
+    for piece in pieces:
+        _, tensor, start = piece
+        key, most = (tensor.shape, tensor.dtype, start), 1
+        if 0 < tensor.nbytes <= SMALL_BYTES:
+            most = max(1, BATCH_BYTES // tensor.nbytes)
+        waiting.setdefault(key, []).append(piece)
+        if len(waiting[key]) == most:
+            yield _stacked(waiting.pop(key))
+    for alike in waiting.values():
+        yield _stacked(alike)
+
+
+def _stacked(alike: list[Piece]) -> tuple[list[str], int, torch.Tensor]:
+    tensors, start = [tensor for _, tensor, _ in alike], alike[0][2]
+    batch = torch.stack(tensors) if len(tensors) > 1 else tensors[0]
+    return [name for name, _, _ in alike], start, batch.reshape(len(tensors), tensors[0].numel())
+
+
+def _chunk_sums(batch: torch.Tensor, start: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(chunk, both sums, int64 [count]) for every chunk that is touched by parts [count, elements] of as many
+    parameters, which begin at one element of them."""
+    size, chunk_bytes = batch.element_size(), CHUNK_WORDS * WORD
+    position, end = start * size, (start + batch.shape[1]) * size
     while position < end:
         chunk, offset = divmod(position, chunk_bytes)
         stop = min(end, (chunk + 1) * chunk_bytes)
-        whole = stop - position == tensor.numel() * size
-        part = data if whole else data[position // size - start : stop // size - start]
         word, lead = divmod(offset, WORD)
-        words = _words(part, lead)
-        last = word + len(words)
-        low, high = _multipliers(tensor.device, 1 << (last - 1).bit_length())
-        yield chunk, (_weighted(words, low[word:last]), _weighted(_high_halves(words), high[word:last]))
+        words = _words(batch[:, position // size - start : stop // size - start], lead)
+        last = word + words.shape[1]
+        low, high = _multipliers(batch.device, 1 << (last - 1).bit_length())
+        yield chunk, _weighted(words, low[word:last]), _weighted(_high_halves(words), high[word:last])
         position = stop
 
 
 def _weighted(words: torch.Tensor, multipliers: torch.Tensor) -> torch.Tensor:
-    """sum(words * multipliers) modulo 2^64; CUDA has no dot product of integers, on a CPU it is 50 times as fast."""
-    if words.device.type == "cpu":
-        return torch.dot(words, multipliers)
-    return (words * multipliers).sum()
+    """sum(words * multipliers) modulo 2^64 of every row."""
+    return torch.mv(words, multipliers) if _multiplies(words.device) else (words * multipliers).sum(1)
 
 
 def _high_halves(words: torch.Tensor) -> torch.Tensor:
-    """Signed; on a GPU a view that the product widens."""
-    return words >> 32 if words.device.type == "cpu" else words.view(torch.int32)[1::2]
+    """Signed; a view where the product widens it."""
+    return words >> 32 if _multiplies(words.device) else words.view(torch.int32)[:, 1::2]
 
 
-def _words(part: torch.Tensor, lead: int) -> torch.Tensor:
-    """int64 [n] of the bytes of a part that begins `lead` bytes into a word; a copy where it is not aligned."""
-    num_bytes = part.numel() * part.element_size()
-    if lead == 0 and num_bytes % WORD == 0 and part.data_ptr() % WORD == 0 and _viewable(part):
-        return part.view(torch.int64)
-    count = -(-(lead + num_bytes) // WORD)
-    words = torch.zeros(count, dtype=torch.int64, device=part.device)
-    words.view(torch.uint8)[lead : lead + num_bytes] = part.view(torch.uint8)
+def _multiplies(device: torch.device) -> bool:
+    """Whether there are products of integer matrices: CUDA has none, on a CPU they are up to ten times as fast."""
+    return device.type == "cpu"
+
+
+def _words(parts: torch.Tensor, lead: int) -> torch.Tensor:
+    """int64 [count, n] of the bytes of parts that begin `lead` bytes into a word; a copy where they are not aligned."""
+    size, num_bytes = parts.element_size(), parts.shape[1] * parts.element_size()
+    places = (lead, num_bytes, parts.data_ptr(), parts.storage_offset() * size, parts.stride(0) * size)
+    if all(place % WORD == 0 for place in places):
+        return parts.view(torch.int64)
+    words = torch.zeros(len(parts), -(-(lead + num_bytes) // WORD), dtype=torch.int64, device=parts.device)
+    words.view(torch.uint8)[:, lead : lead + num_bytes] = parts.view(torch.uint8)
     return words
-
-
-def _viewable(part: torch.Tensor) -> bool:
-    return part.storage_offset() * part.element_size() % WORD == 0
 
 
 @functools.cache

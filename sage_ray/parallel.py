@@ -112,6 +112,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+@torch.no_grad()
 def local_shards(model: nn.Module) -> dict[str, torch.Tensor]:
     """Name to local shard of every trainable parameter; the whole tensor in a plain module. Reshards first."""
     reshard(model)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -29,6 +30,11 @@ class Slice:
     start: int
     num_bytes: int
 
+    @property
+    def room(self) -> int:
+        """Bytes that it takes of its bucket, with the gap behind it."""
+        return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -50,13 +56,11 @@ class Plan:
 
 
 def plan_weights(model: nn.Module, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> Plan:
-    """The plan of this rank's trainable shards."""
-    shapes, slices, sizes, position = [], [], [], 0
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        shapes.append((name, tuple(parameter.shape)))
-        shape, offset = local_extent(parameter)
+    """The plan of this rank's trainable shards; those of one shape lie one behind the other."""
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    shards, slices, sizes, position = [(name, *local_extent(p)) for name, p in trainable], [], [], 0
+    kinds = list(dict.fromkeys(shape for _, shape, _ in shards))
+    for name, shape, offset in sorted(shards, key=lambda shard: kinds.index(shard[1])):
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes == 0:
             continue
@@ -64,39 +68,56 @@ def plan_weights(model: nn.Module, dtype: torch.dtype, bucket_bytes: int = BUCKE
             sizes.append(position)
             position = 0
         slices.append(Slice(name, shape, offset, len(sizes), position, num_bytes))
-        position += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        position += slices[-1].room
     if position:
         sizes.append(position)
-    return Plan(str(dtype).removeprefix("torch."), tuple(shapes), tuple(slices), tuple(sizes))
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in trainable)
+    return Plan(str(dtype).removeprefix("torch."), shapes, tuple(slices), tuple(sizes))
 
 
 def fill(bucket: torch.Tensor, number: int, plan: Plan, shards: Mapping[str, torch.Tensor]) -> None:
     """Copy a bucket's shards into uint8 [n], cast to the plan's dtype; what lies between them stays what it was."""
     pieces = plan.of_bucket(number)
-    torch._foreach_copy_([view(bucket, piece, plan) for piece in pieces], [shards[piece.name] for piece in pieces])
+    torch._foreach_copy_(views(bucket, pieces, plan.dtype), [shards[piece.name] for piece in pieces])
 
 
 def drain(bucket: torch.Tensor, number: int, plan: Plan, parameters: Mapping[str, torch.Tensor]) -> None:
     """Copy a bucket's slices to their places in full parameters of the plan's dtype."""
     pieces = plan.of_bucket(number)
-    torch._foreach_copy_([target(parameters, piece) for piece in pieces], [view(bucket, p, plan) for p in pieces])
+    torch._foreach_copy_([target(parameters, piece) for piece in pieces], views(bucket, pieces, plan.dtype))
 
 
-def view(bucket: torch.Tensor, piece: Slice, plan: Plan) -> torch.Tensor:
-    """A slice inside of uint8 [n]."""
-    return bucket[piece.start : piece.start + piece.num_bytes].view(getattr(torch, plan.dtype)).view(piece.shape)
+def views(bucket: torch.Tensor, pieces: Sequence[Slice], dtype: str) -> list[torch.Tensor]:
+    """Slices inside of uint8 [n], contiguous; those of one shape that follow each other are cut together."""
+    elements, found = bucket.view(getattr(torch, dtype)), []
+    size = elements.element_size()
+    for run in _runs(pieces):
+        start, room, count = run[0].start // size, run[0].room // size, run[0].num_bytes // size
+        rows = elements[start : start + len(run) * room].view(len(run), room)[:, :count]
+        found += rows.view(len(run), *run[0].shape).unbind()
+    return found
+
+
+def _runs(pieces: Sequence[Slice]) -> Iterator[list[Slice]]:
+    """Slices of one shape, each directly behind the one before."""
+    numbered = enumerate(pieces)
+    for _, run in groupby(numbered, lambda one: (one[1].shape, one[1].room, one[1].start - one[0] * one[1].room)):
+        yield [piece for _, piece in run]
 
 
 def target(parameters: Mapping[str, torch.Tensor], piece: Slice) -> torch.Tensor:
     """A slice inside of its full parameter."""
-    return parameters[piece.name][tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))]
+    parameter = parameters[piece.name]
+    if piece.shape == tuple(parameter.shape):
+        return parameter
+    return parameter[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))]
 
 
 def sent_content(plan: Plan, shards: Mapping[str, torch.Tensor]) -> Content:
-    """The content of what a rank publishes, computed from its shards, tensor by tensor."""
-    dtype, full = getattr(torch, plan.dtype), dict(plan.shapes)
-    pieces = ((p.name, shards[p.name].to(dtype).contiguous(), _first(p, full[p.name])) for p in plan.slices)
-    return content(plan.shapes, pieces, dtype)
+    """The content of what a rank publishes, computed from its shards and not from the buckets."""
+    full = dict(plan.shapes)
+    pieces = ((p.name, shards[p.name].contiguous(), _first(p, full[p.name])) for p in plan.slices)
+    return content(plan.shapes, pieces, getattr(torch, plan.dtype), cast=True)
 
 
 def held_content(plan: Plan, parameters: Mapping[str, torch.Tensor]) -> Content:

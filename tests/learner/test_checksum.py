@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -31,7 +33,7 @@ def of(tensor: torch.Tensor, name: str = "w") -> Content:
 
 def by_hand(tensor: torch.Tensor) -> bytes:
     """The definition in Python's integers."""
-    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
     data += bytes(-len(data) % 8)
     words, chunk = np.frombuffer(data, np.int64), checksum.CHUNK_WORDS
     low, high = (table.numpy() for table in _multipliers(torch.device("cpu"), 32))
@@ -49,11 +51,24 @@ def test_it_is_what_it_says(size: int, dtype: torch.dtype, seed: int) -> None:
     assert of(drawn(size, dtype, seed)).sums == by_hand(drawn(size, dtype, seed))
 
 
-def test_a_gpus_formula_gives_the_same() -> None:
-    words = drawn(64, torch.float32, 0).view(torch.int64)
-    low, high = (table[: len(words)] for table in _multipliers(torch.device("cpu"), 32))
-    assert torch.equal((words * low).sum(), torch.dot(words, low))
-    assert torch.equal((words.view(torch.int32)[1::2] * high).sum(), torch.dot(words >> 32, high))
+many = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5), st.booleans()), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("multiplies", [True, False], ids=["cpu", "cuda"])
+@given(many, st.sampled_from(DTYPES), st.integers(1, 600), st.integers(0, 600), st.integers(0, 5))
+@settings(max_examples=60)
+def test_many_together_are_what_each_is_alone(
+    multiplies: bool, drawn_shapes: list, dtype: torch.dtype, batch: int, small: int, start: int
+) -> None:
+    """By a GPU's formula too: float32 masters of which some have one shape, some begin inside of their parameter."""
+    shapes, pieces, sums = [], [], b""
+    for place, (rows, columns, inside) in enumerate(drawn_shapes):
+        name, tensor, begin = f"w{place}", drawn(40 * rows * columns, torch.float32, place), start * inside
+        shapes.append((name, (begin + tensor.numel(),)))
+        pieces.append((name, tensor.view(40 * rows, columns), begin))
+        sums += by_hand(torch.cat([torch.zeros(begin), tensor]).to(dtype))
+    with patch.multiple(checksum, BATCH_BYTES=40 * batch, SMALL_BYTES=40 * small, _multiplies=lambda _: multiplies):
+        assert content(tuple(shapes), pieces, dtype, cast=True).sums == sums
 
 
 @given(sizes, st.sampled_from(DTYPES), st.lists(st.floats(0, 1), max_size=4))
@@ -104,6 +119,10 @@ def test_names_shapes_and_dtypes_are_part_of_it() -> None:
 def test_what_does_not_fit_raises() -> None:
     with pytest.raises(ValueError, match="w holds 12 torch.float32 from 1, not torch.float32 inside"):
         content((("w", (12,)),), [("w", drawn(12, torch.float32, 0), 1)], torch.float32)
+    with pytest.raises(ValueError, match="w holds 12 torch.float32 from 0, not torch.bfloat16 inside"):
+        content((("w", (12,)),), [("w", drawn(12, torch.float32, 0), 0)], torch.bfloat16)
+    with pytest.raises(ValueError, match="w holds 12 torch.bfloat16 from 1, not torch.bfloat16 inside"):
+        content((("w", (12,)),), [("w", drawn(12, torch.float32, 0), 1)], torch.bfloat16, cast=True)
     with pytest.raises(ValueError, match="w must be contiguous"):
         of(drawn(12, torch.float32, 0).view(3, 4).T)
 
