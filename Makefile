@@ -1,12 +1,12 @@
-# make demo: the small world, trained on this machine. make test, make check: what CI runs. make chaos: 50 kills in and
-# around checkpoint writes.
+# make demo: the small world, trained on this machine. make test, make check: what CI runs. make chaos: 50 kills each in
+# and around checkpoint writes, in weight publishes and in learner steps. make chaos-matrix: every kind of fault.
 # Each installs what is missing into .venv first.
 PYTHON ?= python3.11
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: demo test test-cluster test-configs check chaos publishes watch experiment-smoke clean
+.PHONY: demo test test-cluster test-configs check chaos chaos-matrix publishes watch experiment-smoke clean
 
 .venv/installed: requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv .venv
@@ -27,6 +27,16 @@ check: .venv/installed
 
 chaos: .venv/installed
 	$(BIN)/python -m tests.chaos --kills 50 $(ARGS)
+	$(BIN)/python -m tests.chaos_kills publish --kills 50 $(ARGS)
+	$(BIN)/python -m tests.chaos_kills update --kills 50 $(ARGS)
+
+chaos-matrix: .venv/installed
+	$(BIN)/python -m tests.chaos_matrix $(ARGS)
+	$(BIN)/python -m tests.chaos_kills publish --kills 50 $(ARGS)
+	$(BIN)/python -m tests.chaos_kills update --kills 50 $(ARGS)
+
+chaos-matrix: .venv/installed
+	$(BIN)/python -m tests.chaos_matrix $(ARGS)
 
 publishes: .venv/installed
 	$(BIN)/python -m tests.publishes --count 50 $(ARGS)
@@ -60,7 +70,8 @@ experiment-smoke: .venv/installed
 
 test-cluster: .venv/installed-cluster
 	command -v ip rsync /usr/sbin/sshd > /dev/null || apt-get install -y -qq iproute2 openssh-server rsync
-	SAGE_HOSTS=1 $(BIN)/python -m pytest -q -n 0 tests/deploy tests/cluster/test_sweep.py tests/cluster_hosts $(ARGS)
+	SAGE_HOSTS=1 $(BIN)/python -m pytest -q -n 0 tests/deploy tests/cluster_hosts \
+		tests/cluster/test_sweep.py tests/cluster/test_faults.py tests/cluster/test_elastic.py $(ARGS)
 
 # 10,000 damaged configurations; the tests take 200.
 test-configs: .venv/installed

@@ -25,7 +25,7 @@ class ActorTimes:
 
     def __init__(self, output: Path, driver: ActorClock):
         self.driver = driver
-        self._file = (output / ACTORS).open("a", encoding="utf-8")
+        self._file = output / ACTORS
         self._pending: dict[ray.ObjectRef, tuple[str, int]] = {}
         self._states: set[tuple[str, str]] = set()
 
@@ -63,8 +63,8 @@ class ActorTimes:
     def _write(self, name: str, iteration: int, report: ClockReport) -> None:
         line = {"step": iteration, "actor": name, "role": role_of(name), "start_s": round(report.start_s, 3)}
         line |= {"wall_s": round(report.wall_s, 6), "phases": {k: round(v, 6) for k, v in report.phases.items()}}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with self._file.open("a", encoding="utf-8") as file:  # a run that goes back replaces it
+            file.write(json.dumps(line) + "\n")
 
     def states(self) -> Iterator[Sample]:
         """How many of the job's actors are in which state, by role; 0 for what was there before."""
@@ -73,7 +73,3 @@ class ActorTimes:
         self._states |= found.keys()
         for role, state in sorted(self._states):
             yield Sample("sage_workers", {"role": role, "state": state}, float(found[role, state]))
-
-    def close(self) -> None:
-        """A second call does nothing."""
-        self._file.close()

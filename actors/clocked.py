@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import ray
 from ray.util.metrics import Counter
 
+from actors.stacks import answer_with_stacks
 from sage_ray.actor_clock import ActorClock, ClockReport
 from sage_ray.config import Config
 from sage_ray.structured_log import log_to_stderr, note
@@ -35,6 +36,7 @@ class Clocked:
         clock = ActorClock()
         if _actor_name():
             log_to_stderr(actor=self.actor_name)
+            answer_with_stacks()
             _begin_export(clock, self.actor_name)
         return clock
 

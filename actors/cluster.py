@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.state import state as cluster_state
 from ray.job_config import JobConfig
 
 from actors.layout import Layout as Layout
@@ -79,6 +80,11 @@ def make_actor(cls: type, options: dict[str, Any], arguments: tuple[Any, ...]) -
     return ray.remote(cls).options(**options).remote(*arguments)
 
 
+def end_actor(actor: ray.actor.ActorHandle) -> None:
+    """End an actor, whatever it does; one that is gone already too. Who replaces `make_actor` replaces it with it."""
+    ray.kill(actor)
+
+
 def _label(name: str) -> str:
     """The name, with a number where this process has used it before."""
     _names[name] += 1
@@ -88,6 +94,16 @@ def _label(name: str) -> str:
 started: dict[str, ray.actor.ActorHandle] = {}
 """Actors that this process has started, by name; who watches them forgets the dead ones."""
 _names: Counter[str] = Counter()
+
+
+def node_of(actor: ray.actor.ActorHandle) -> str:
+    """Id of the node that an actor is on; empty where it is on none."""
+    return cluster_state.actor_table(actor._actor_id.hex()).get("Address", {}).get("NodeID", "")
+
+
+def is_dead(actor: ray.actor.ActorHandle) -> bool:
+    """Whether Ray knows that it has ended for good."""
+    return cluster_state.actor_table(actor._actor_id.hex()).get("State") == "DEAD"
 
 
 def free_address() -> tuple[str, int]:

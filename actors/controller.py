@@ -8,14 +8,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import ray
 
 from actors.cluster import Layout
+from actors.elastic import Elastic
+from actors.learner_group import LearnerGroup, LearnerLostError
 from actors.overlap import OverlapLoop
-from actors.pools import LearnerGroup
+from actors.publisher import Publication, PublishError
+from actors.recovery import recover
+from actors.rollout_group import GroupRefs
 from actors.scored_rollouts import Rollout, ScoredRollouts
 from actors.startup_memory import startup_memory
 from actors.stop import StopRequest, reason
@@ -37,6 +43,9 @@ from sage_ray.rollout_log import RolloutLog
 from sage_ray.training_schedule import training_schedule
 from sage_ray.types import GroupRequest, Prompt, Scores
 
+TRIES = 3
+"""Of what needs rollout workers that may die meanwhile."""
+
 
 class Controller:
     """Drives the ring over the three pools, from the start or from where `run.resume` says.
@@ -56,16 +65,26 @@ class Controller:
         self.schedule = training_schedule(config)
         self.sigmas = tuple(map(float, self.schedule.coefs.sigmas))
         self.layout, self.telemetry = layout, Telemetry(run, layout, progress)
-        self.rollouts = ScoredRollouts(config, layout)
-        self.learner = LearnerGroup(config, layout)
-        self.learner.publisher.receivers = lambda: self.rollouts.rollouts.members
+        self.read_past()
+        with ExitStack() as undo:  # its threads must not outlive a Ray that they ask
+            self.rollouts = ScoredRollouts(config, layout)
+            undo.callback(self.rollouts.close)
+            self.learner = LearnerGroup(config, layout)
+            undo.pop_all()
+        self.learner.publisher.receivers = lambda: self.rollouts.rollouts.idle_members
+        self.rollouts.rollouts.staff.tell = progress.message
+        self.elastic = Elastic(config, layout, self.rollouts.rollouts, progress)
         self.turns = Turns(config.cluster.take_turns, self.rollouts, self.learner)
-        self.divergence = Divergence()
+        self.finished, self.version, self.rebuilds = self.resume.iteration, 0, 0
+        self.checkpoint = self.staged = self.resume.checkpoint.path if self.resume.checkpoint else ""
+        self._kept: dict[int, Rollout] = {}
+
+    def read_past(self) -> None:
+        """What the run has written before tells whether it diverges, and how it began."""
         lines = read_lines(self.output / FILE_NAME)
+        self.divergence = Divergence()
         self._noted = self.divergence.replay(lines)
         self.progress.started_with(next((line for line in lines if "reward/total" in line), {}))
-        self.finished, self.version = self.resume.iteration, 0
-        self.checkpoint = self._staged = self.resume.checkpoint.path if self.resume.checkpoint else ""
 
     def start(self) -> None:
         """Load every model, one side after the other where they take turns, and give the rollout workers the first
@@ -85,9 +104,11 @@ class Controller:
             self.progress.message(words)
         self.progress.message(f"policy: {num_trainable:,} trainable parameters, {self.schedule.describe()}")
         self.telemetry.start(self.schedule.rule.num_trained, lambda: self.rollouts.rewards.num_pending)
+        self.elastic.start()
 
     def close(self) -> None:
-        """End the reward service's thread and close the run's files; the actors end with Ray."""
+        """End the threads of pool and service and close the run's files; the actors end with Ray."""
+        self.elastic.close()
         self.telemetry.close()
         self.rollouts.close()
         self.metrics.close()
@@ -96,23 +117,37 @@ class Controller:
         """Strictly on-policy loop: every iteration's rollouts are made by the weights of the last update.
 
         `after_iteration` is called with the number of finished iterations. A stop that is asked for comes between two
-        of them, or in a rollout or an evaluation, which can be repeated. The last checkpoint is written at the end.
+        of them, or in a rollout or an evaluation, which can be repeated. The last checkpoint is written at the end. A
+        lost learner is started again, and the run goes on from its last checkpoint.
         """
-        for iteration in range(self.finished, self.config.num_iterations):
-            self.step(iteration)
-            self.save_when_due()
-            after_iteration(iteration + 1)
-        self.look_at_save(self.config.learner.timeout_s, must=True)
+        told, last = self.finished, self.config.num_iterations
+        while told < last or self.staged != self.checkpoint:
+            try:
+                if self.finished == told < last:
+                    self.step(self.finished)
+                    self.save_when_due()
+                if told < self.finished:
+                    after_iteration(self.finished)
+                    told = self.finished
+                if told == last:
+                    self.look_at_save(self.config.learner.timeout_s, must=True)
+            except LearnerLostError as error:
+                recover(self, error)
+                told = min(told, self.finished)
 
     def run_async(self, after_iteration: Callable[[int], None], is_due: Callable[[int], bool]) -> None:
         """Overlapping loop: rollouts of the next iterations are made while the learner updates, by weights that are at
         most overlap.max_policy_age publishes old (see `actors.overlap`).
 
         `after_iteration` is called with the number of finished iterations where `is_due` says so: it waits until no
-        rollout worker works. A run that is resumed begins with fresh rollouts.
+        rollout worker works. A run that is resumed, or whose learner was lost, begins with fresh rollouts.
         """
-        asyncio.run(OverlapLoop.run(self, after_iteration, is_due))
-        self.look_at_save(self.config.learner.timeout_s, must=True)
+        while self.finished < self.config.num_iterations or self.staged != self.checkpoint:
+            try:
+                asyncio.run(OverlapLoop.run(self, after_iteration, is_due))
+                self.look_at_save(self.config.learner.timeout_s, must=True)
+            except LearnerLostError as error:
+                recover(self, error)
 
     def save_when_due(self) -> None:
         """After an iteration: note what was written, and begin to write when it is time."""
@@ -135,18 +170,42 @@ class Controller:
         return len(warnings)
 
     def publish(self, average: bool = False) -> None:
-        """Give the learner's weights (or their moving average) to every rollout worker; returns once all have
-        confirmed version and digest. It is their turn then."""
+        """Give the learner's weights (or their moving average) to every rollout worker; returns once all that are idle
+        have confirmed version and digest. It is their turn then."""
         with self.stop.held():
             self.turns.learn()
-            publication = self.published = self.learner.publish(self.version, average)
+            publication = self.publication(average)
             self.turns.generate()
             self.rollouts.load(publication)
+
+    def publication(self, average: bool = False) -> Publication:
+        """Publish the learner's weights to the workers that are idle; who does not take them is replaced."""
+        for _ in range(TRIES):
+            try:
+                self.published = self.learner.publish(self.version, average)
+                return self.published
+            except PublishError as error:
+                failed = error
+                self.progress.message(f"warning: {reason(error)}; it is tried again without them")
+                self.rollouts.rollouts.replace(error.missing, reason(error))
+        raise failed
+
+    def reachable(self, groups: Mapping[int, GroupRefs]) -> dict[int, ray.ObjectRef]:
+        """Trajectories by number, for the learner; those that are lost, as of a node that died, are made again."""
+        found = dict(groups)
+        for _ in range(TRIES):
+            missing = self.learner.missing({number: refs.trajectory for number, refs in found.items()})
+            if not missing:
+                return {number: refs.trajectory for number, refs in found.items()}
+            self.progress.message(f"warning: the trajectories of groups {missing} are lost and made again")
+            again = self.rollouts.make_again([found[number] for number in missing])
+            found |= zip(missing, again, strict=True)
+        raise RuntimeError(f"trajectories of groups {missing} were lost {TRIES} times")
 
     def save(self) -> None:
         """Begin to write a checkpoint of the last finished iteration, unless one of its version is there already."""
         place = f"{checkpoint_path(self.config)}/{checkpoint_name(self.version)}"
-        if place == self._staged:
+        if place == self.staged:
             return
         with self.progress.phase("save"), self.stop.held():
             self.look_at_save(self.config.learner.timeout_s)
@@ -154,19 +213,19 @@ class Controller:
             counters = dict(self.rollouts.rewards.counts)
             self.learner.save(place, {"iteration": self.finished, "identity": self.identity, "counters": counters})
             self.turns.generate()
-        self._staged = place
+        self.staged = place
 
     def look_at_save(self, wait_s: float = 0.0, must: bool = False) -> None:
         """Take note of a checkpoint that has been written. One that could not be is told, and the run goes on.
 
         Args: wait_s: how long to wait for one that is being written. must: raise CheckpointError when it could not be.
         """
-        if self._staged == self.checkpoint:
+        if self.staged == self.checkpoint:
             return
         try:
             written = self.learner.saved(wait_s)
         except CheckpointError as error:
-            self._staged = self.checkpoint
+            self.staged = self.checkpoint
             if must:
                 raise
             self.progress.message(f"warning: no checkpoint, the run goes on: {reason(error)}")
@@ -179,25 +238,37 @@ class Controller:
         times, turn_s = {}, self.turns.seconds
         start = time.monotonic()
         with self._phase("rollout", times):
-            rollout = self.rollouts.roll_out(self.requests(iteration, self.version))
+            rollout = self._rollout(iteration)
         advantages = self.advantages(rollout.scores)
         with self.stop.held():
             metrics = self._learn(rollout, advantages, times)
             if self.turns.enabled:
                 times |= {"phase/turn_s": self.turns.seconds - turn_s, **self.turns.sizes()}
-            pools = self.config.rollout.num_workers, self.config.reward.num_workers
+            pools = len(self.rollouts.rollouts.staff.serving) or 1, self.config.reward.num_workers
             elapsed_s, update_s = time.monotonic() - start, times["phase/update_s"]
             shares = sequential_shares(elapsed_s, update_s, rollout.infos, rollout.scores, pools)
             self.finish(iteration, metrics | times | shares | {"policy/age": 0.0}, rollout, advantages)
+            self.elastic.after_iteration(rollout.infos, update_s, self.rollouts.rewards.num_pending)
+
+    def _rollout(self, iteration: int) -> Rollout:
+        """An iteration's groups, without the frames that are scored; those of before the learner was lost, where its
+        weights are the same again."""
+        kept = self._kept.pop(iteration, None)
+        if kept is not None and kept.digest == self.published.digest:
+            self.progress.message(f"iteration {iteration + 1} learns from the rollouts that were kept")
+        else:
+            made = self.rollouts.roll_out(self.requests(iteration, self.version))
+            kept = Rollout([group.without_frames() for group in made.groups], made.infos, made.scores)
+        self._kept[iteration] = kept
+        return kept
 
     def _learn(self, rollout: Rollout, advantages: Advantages, times: dict[str, float]) -> dict[str, float]:
         """Update and publish; nobody needs the weights of a run that is to stop."""
-        trajectories = [group.trajectory for group in rollout.groups]
-        rollout.groups.clear()  # frames are scored: their memory is free before the update
+        trajectories = self.reachable(dict(enumerate(rollout.groups)))
         self.turns.learn()
         with self._phase("update", times):
             metrics = self.learner.update(
-                trajectories,
+                list(trajectories.values()),
                 advantages.values,
                 advantages.weights,
                 self.schedule.rule.num_trained,
@@ -215,13 +286,14 @@ class Controller:
         rows = rollout_rows(iteration + 1, self.cursor.at(iteration), *record)
         self.rollout_log.write(iteration + 1, rows)
         counters = {f"reward_service/{name}": float(count) for name, count in self.rollouts.rewards.counts.items()}
-        metrics = metrics | counters | iteration_metrics(*record)
+        metrics = metrics | counters | self.rollouts.rollouts.staff.metrics() | iteration_metrics(*record)
         metrics["alarms/divergence"] = float(self._watch(metrics))
         metrics |= self.telemetry.judge(iteration + 1, metrics)
         self.metrics.write(iteration + 1, metrics)
         self.progress.iteration(iteration + 1, metrics)
         self.telemetry.iteration(iteration + 1, metrics)
-        self.finished = iteration + 1
+        self.finished, self.rebuilds = iteration + 1, 0
+        self._kept.pop(iteration, None)
 
     def _phase(self, name: str, times: dict[str, float]):
         report = partial(times.__setitem__, f"phase/{name}_s")

@@ -128,13 +128,18 @@ def _groups(config: Config, layout: Layout, ranks: int) -> tuple[Group, ...]:
         names = tuple(f"learner-{rank}" for rank in range(ranks))
         found.append(Group("learner", names, layout.gpus_learner, ranks // sp_size, roles.get("learner", "")))
     for number in range(config.rollout.num_workers):
-        name, size = f"rollout-{number}", config.rollout.sp_size
-        names = (name,) if size == 1 else tuple(f"{name}r{rank}" for rank in range(size))
-        found.append(Group(name, names, layout.gpus_rollout, selector=roles.get("rollout", "")))
+        names = group_names(config, number)
+        found.append(Group(f"rollout-{number}", names, layout.gpus_rollout, selector=roles.get("rollout", "")))
     for number in range(config.reward.num_workers):
         name = f"reward-{number}"
         found.append(Group(name, (name,), layout.gpus_reward, selector=roles.get("reward", "")))
     return tuple(sorted(found, key=lambda group: (not group.selector, -group.bundle_gpus)))
+
+
+def group_names(config: Config, number: int) -> tuple[str, ...]:
+    """Names of a rollout group's actors, by which their places are known."""
+    name, size = f"rollout-{number}", config.rollout.sp_size
+    return (name,) if size == 1 else tuple(f"{name}r{rank}" for rank in range(size))
 
 
 def _assign(groups: Sequence[Group], nodes: Sequence[Node]) -> tuple[tuple[int, ...], ...]:

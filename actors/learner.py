@@ -105,6 +105,13 @@ class LearnerRank(Clocked, WeightSender):
         """Everything comes back to the device."""
         self.parked.unpark()
 
+    @phase("fetch")
+    def missing(self, numbers: Sequence[int], trajectories: Sequence[ray.ObjectRef], bound_s: float) -> list[int]:
+        """Numbers of the trajectories that are lost, or do not come within the bound."""
+        refs = list(trajectories)
+        there = set(ray.wait(refs, num_returns=len(refs), timeout=bound_s)[0]) if refs else set()
+        return [number for number, ref in zip(numbers, refs, strict=True) if ref not in there or _is_lost(ref)]
+
     @phase("update")
     def update(
         self,
@@ -234,3 +241,11 @@ class LearnerRank(Clocked, WeightSender):
         folder, _, name = place.rpartition("/")
         self.checkpointer.load(self.update_rule, CheckpointStore(folder).read(name))
         return self.update_rule.version
+
+
+def _is_lost(ref: ray.ObjectRef) -> bool:
+    try:
+        ray.get(ref)
+    except (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError):
+        return True
+    return False

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
+import ray
 
-from actors.rollout_feed import RolloutFeed, ScoredGroup
-from actors.scored_rollouts import Rollout
+from actors.rollout_feed import RolloutFeed
+from actors.scored_group import ScoredGroup
+from actors.scored_rollouts import Rollout, as_rollout
 from sage_ray.advantage import Advantages
 from sage_ray.busy_share import BusyShare
 from sage_ray.group_chunks import Chunk, chunks_of
@@ -79,7 +81,7 @@ class OverlapLoop:
                     await asyncio.to_thread(self.learner.begin)
                 await self._accumulate(chunk, scored)
             scored += await self._receive(iteration, range(len(scored), self.feed.num_groups))
-        rollout = Rollout([g.refs for g in scored], [g.info for g in scored], [g.scores for g in scored])
+        rollout = as_rollout(scored)
         controller.rollouts.check_scores(rollout.scores, rollout.infos)
         advantages = controller.advantages(rollout.scores)
         with controller.stop.held():
@@ -90,6 +92,8 @@ class OverlapLoop:
             metrics |= controller.published.metrics | self._times | self._shares(rollout, time.monotonic() - start)
             metrics["policy/age"] = float(iteration - self.feed.sampler(iteration))
             controller.finish(iteration, metrics, rollout, advantages)
+            update_s = self._times.get("phase/update_s", 0.0)
+            controller.elastic.after_iteration(rollout.infos, update_s, controller.rollouts.rewards.num_pending)
 
     async def _receive(self, iteration: int, numbers: Iterable[int]) -> list[ScoredGroup]:
         with self._clock("wait"):
@@ -98,32 +102,40 @@ class OverlapLoop:
     async def _accumulate(self, chunk: Chunk, scored: Sequence[ScoredGroup]) -> None:
         """The learner takes a chunk that is no iteration's last."""
         advantages = self._advantages(chunk.groups, scored)
-        refs = {number: group.refs.trajectory for number, group in enumerate(scored)}
+        refs = await self._reachable(scored, chunk.needed)
         with self.busy.working(), self._clock("update"):
             await asyncio.to_thread(self.learner.accumulate, chunk, refs, advantages)
         await self.feed.learned(len(chunk.groups))
 
     async def _step(self, scored: Sequence[ScoredGroup], advantages: Advantages, begun: bool) -> dict[str, float]:
         """The learner takes the rest and steps; its metrics."""
-        trajectories = [group.refs.trajectory for group in scored]
+        trajectories = await self._reachable(scored, self.chunks[-1].needed if begun and self.chunks else None)
         with self.busy.working(), self._clock("update"):
             if not begun:
                 values, weights = advantages.values, advantages.weights
-                metrics = await asyncio.to_thread(self.learner.update, trajectories, values, weights, self.num_trained)
+                update = self.learner.update
+                metrics = await asyncio.to_thread(
+                    update, list(trajectories.values()), values, weights, self.num_trained
+                )
             else:
                 assert self.chunks
-                refs = dict(enumerate(trajectories))
-                await asyncio.to_thread(self.learner.accumulate, self.chunks[-1], refs, advantages)
+                await asyncio.to_thread(self.learner.accumulate, self.chunks[-1], trajectories, advantages)
                 metrics = await asyncio.to_thread(self.learner.finish)
         await self.feed.learned(len(self.chunks[-1].groups) if begun and self.chunks else len(scored))
         return metrics
+
+    async def _reachable(
+        self, scored: Sequence[ScoredGroup], numbers: Sequence[int] | None
+    ) -> dict[int, ray.ObjectRef]:
+        """Trajectories by group number, all or some; those that were lost are made again first."""
+        chosen = {number: scored[number].refs for number in (range(len(scored)) if numbers is None else numbers)}
+        return await asyncio.to_thread(self.controller.reachable, chosen)
 
     async def _publish(self, finished: int) -> None:
         """Nobody needs the weights of a run that is to stop."""
         if self.controller.stop.requested is None:
             with self._clock("publish"):
-                publication = await asyncio.to_thread(self.learner.publish, self.controller.version)
-            self.controller.published = publication
+                publication = await asyncio.to_thread(self.controller.publication)
             await self.feed.publish(finished, publication)
 
     def _advantages(self, numbers: Sequence[int], scored: Sequence[ScoredGroup]) -> Advantages:
@@ -138,7 +150,7 @@ class OverlapLoop:
     def _shares(self, rollout: Rollout, elapsed_s: float) -> dict[str, float]:
         reward_s = sum(score.seconds for score in rollout.scores) / self.controller.config.reward.num_workers
         return {
-            "pool/rollout_busy": self.feed.busy.take(),
+            "pool/rollout_busy": self.controller.rollouts.rollouts.staff.busy.take(),
             "pool/reward_busy": min(1.0, reward_s / elapsed_s),
             "pool/learner_busy": self.busy.take(),
             "queue/trajectories": float(self.feed.num_waiting),

@@ -105,7 +105,7 @@ def reserve(groups: Sequence[Group], timeout_s: float) -> dict[str, dict[str, An
         if group.gpus or (group.bundles == 1 and len(group.names) > 1):
             asked.append((group, _ask(group)))
         elif group.selector:
-            found |= dict.fromkeys(group.names, {"label_selector": {LABEL: group.selector}})
+            found |= dict.fromkeys(group.names, anywhere(group.selector))
     deadline = time.monotonic() + timeout_s
     with ExitStack() as undo:
         for _, placement in asked:
@@ -131,15 +131,38 @@ def _words(group: Group) -> str:
     return f"{group.name}: {group.bundles} times {each} on one node{where}"
 
 
-def places_together(count: int, num_gpus: float, what: str, timeout_s: float) -> list[dict[str, Any]]:
-    """Ray's options for `count` places of `num_gpus` GPUs each on one node, reserved: for who was not planned.
+def places_together(
+    names: Sequence[str], num_gpus: float, what: str, timeout_s: float, selector: str = ""
+) -> list[dict[str, Any]]:
+    """Ray's options for places of `num_gpus` GPUs each on one node, reserved: for who was not planned. `place_of` knows
+    them then.
 
     Raises: WaitTimeoutError with need and have after `timeout_s`.
     """
     need: dict[str, float] = {"GPU": num_gpus} if num_gpus else {"CPU": SOME_CPU}
-    group = ray.util.placement_group([need] * count, strategy="STRICT_PACK")
-    _wait_for_places(group, f"{what}: {count} places of {need} on one node", timeout_s, timeout_s)
-    return [{"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)} for index in range(count)]
+    selectors = [{LABEL: selector}] * len(names) if selector else None
+    group = ray.util.placement_group([need] * len(names), strategy="STRICT_PACK", bundle_label_selector=selectors)
+    _wait_for_places(group, f"{what}: {len(names)} places of {need} on one node", timeout_s, timeout_s)
+    for index, name in enumerate(names):
+        _places[name] = {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)}
+    return [_places[name] for name in names]
+
+
+def anywhere(selector: str) -> dict[str, Any]:
+    """Ray's options for a single actor on any node of a role; empty is any node."""
+    return {"label_selector": {LABEL: selector}} if selector else {}
+
+
+def release(names: Sequence[str]) -> None:
+    """Give back what was reserved for these actors, who have ended, and for nobody else."""
+    for name in names:
+        strategy = _places.pop(name, {}).get("scheduling_strategy")
+        if strategy is not None and not any(
+            other.get("scheduling_strategy", None) is not None
+            and other["scheduling_strategy"].placement_group == strategy.placement_group
+            for other in _places.values()
+        ):
+            ray.util.remove_placement_group(strategy.placement_group)
 
 
 def _wait_for_places(group: PlacementGroup, what: str, left_s: float, timeout_s: float) -> None:

@@ -28,14 +28,22 @@ GRACE_S = 5.0
 
 
 class PublishError(RuntimeError):
-    """A broadcast did not reach everybody. Its group is gone; the next publish, to whoever is left, forms another."""
+    """A broadcast did not reach everybody. Its group is gone; the next publish, to whoever is left, forms another.
+
+    missing: names of those who did not answer, or answered something else.
+    """
+
+    def __init__(self, message: str, missing: Sequence[str] = ()):
+        super().__init__(message)
+        self.missing = tuple(missing)
 
 
 @dataclass(frozen=True)
 class Publication:
     """One published policy version: its digest, and the references of its parts where they are in the object store.
 
-    received: ids of the actors that were sent it. late: puts it into the object store. metrics: what it took.
+    received: ids of the actors that were sent it. late: puts it into the object store. metrics: what it took. token:
+    tells it from another publication of the same weights, which a worker may have begun to receive in vain.
     """
 
     version: int
@@ -44,12 +52,17 @@ class Publication:
     received: frozenset[str] = frozenset()
     late: Callable[[], Parts] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    token: object = field(default_factory=object, compare=False, repr=False)
 
     def parts_for(self, member: Handle) -> Parts:
         """What an actor is given beside version and digest: nothing where it was sent them."""
         if self.late is None or actor_key(member) in self.received:
             return self.parts
         return self.late()
+
+    def is_there_for(self, members: Sequence[Handle]) -> bool:
+        """Whether `load_on` waits for nobody: they were sent it, or it is in the object store."""
+        return self.late is None or all(actor_key(member) in self.received for member in members)
 
     def load_on(self, members: Sequence[Handle]) -> list[ray.ObjectRef]:
         """Rollout actors take the weights; references of what they confirm (`check_loaded`)."""
@@ -91,18 +104,19 @@ class Publisher:
         self._place: tuple[str, int] | None = None
         self._round = 0
 
-    def publish(self, version: int, average: bool = False) -> Publication:
-        """The present weights, or their moving average. Raises: PublishError, RuntimeError (other content arrived)."""
+    def publish(self, version: int, average: bool = False, timeout_s: float | None = None) -> Publication:
+        """The present weights, or their moving average. Args: timeout_s: of packing them for the object store; None
+        takes learner.timeout_s. Raises: PublishError."""
         start = time.monotonic()
         receivers = list(self.receivers()) if self.broadcasts and self.receivers else []
-        made = self._broadcast(version, average, receivers) if receivers else self._store(version, average)
+        made = self._broadcast(version, average, receivers) if receivers else self._store(version, average, timeout_s)
         made.metrics["publish/all_s"] = time.monotonic() - start
         return made
 
-    def _store(self, version: int, average: bool) -> Publication:
+    def _store(self, version: int, average: bool, timeout_s: float | None = None) -> Publication:
         pairs = [rank.publish.options(num_returns=2).remote(average) for rank in self.ranks]
-        timeout_s = self.config.learner.timeout_s
-        contents = wait_all([content for _, content in pairs], f"publication of version {version}", timeout_s)
+        bound_s = timeout_s or self.config.learner.timeout_s
+        contents = wait_all([content for _, content in pairs], f"publication of version {version}", bound_s)
         metrics = {"publish/transport": 0.0, "publish/bytes": float(contents[0].num_bytes)}
         return Publication(version, merge(contents).digest, tuple(part for part, _ in pairs), metrics=metrics)
 
@@ -118,7 +132,7 @@ class Publisher:
             missing = self._tear_down(members)
             cause = getattr(error, "cause", None) or error
             names = f"{', '.join(missing)} did not answer: " if missing else ""
-            raise PublishError(f"publish of version {version}: {names}{cause}") from error
+            raise PublishError(f"publish of version {version}: {names}{cause}", missing) from error
         sent = merge([content for content, _ in answers[: len(self.ranks)]])
         for member, (held, _) in zip(receivers, answers[len(self.ranks) :], strict=True):
             _verify(version, name_of(member), held, sent)
@@ -189,4 +203,4 @@ def _verify(version: int, name: str, held: Content, sent: Content) -> None:
     try:
         verify(version, held, sent)
     except RuntimeError as error:
-        raise PublishError(f"{name}: {error}") from None
+        raise PublishError(f"{name}: {error}", [name]) from None

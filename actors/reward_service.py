@@ -9,47 +9,65 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
+import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
+from actors import cluster
 from actors.cluster import Layout, start_actor, wait_until_ready
+from actors.loop_thread import LoopThread
 from actors.reward_worker import RewardWorker
 from actors.rollout_group import GroupRefs
-from actors.wait import REPORT_S, wait_future
+from actors.stacks import stacks_of
+from actors.wait import REPORT_S, wait_async, wait_future
 from sage_ray.config import Config
 from sage_ray.reward_parts import as_scores, failed
 from sage_ray.rewards.build import check_runtime_env
 from sage_ray.types import Scores, VideoScore
 
 logger = logging.getLogger("sage_ray")
+STRIKES = 3
+"""So many speak against a worker before it is replaced."""
+Value = TypeVar("Value")
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _is_there(frames: Any) -> bool:
+    """Raises ObjectLostError, as every use of lost frames does."""
+    return frames is not None
+
+
+class FramesLostError(RuntimeError):
+    """Frames are in no object store any more: whoever held them has died."""
 
 
 @dataclass(eq=False)
 class _Video:
-    """One video on its way. avoid: workers that failed on it; alone: to be scored by itself."""
+    """One video on its way. avoid: workers that failed on it, with the number of the batch; alone: to be scored by
+    itself."""
 
     frames: ray.ObjectRef
     index: int
     prompt: str
     done: asyncio.Future[VideoScore]
-    avoid: set[int] = field(default_factory=set)
+    avoid: dict[int, int] = field(default_factory=dict)
     alone: bool = False
 
 
 @dataclass(eq=False)
 class _Worker:
-    """One replica."""
+    """One replica. struck: its batches since its last success of which another one could score a video."""
 
     number: int
     actor: ray.actor.ActorHandle
+    struck: set[int] = field(default_factory=set)
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -70,10 +88,11 @@ class RewardService:
         self.parts: tuple[str, ...] = ()
         self.workers = [_Worker(number, self._start_worker(number)) for number in range(config.reward.num_workers)]
         self._queue: deque[_Video] = deque()
+        self._seconds: deque[float] = deque(maxlen=64)
         self._num_submitted = self._num_finished = 0  # the caller's thread writes the first, the loop's the second
-        self._loop = asyncio.new_event_loop()
+        self._num_failures = 0
+        self._loop = LoopThread("reward-service")
         self._arrived = asyncio.Condition()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="reward-service", daemon=True)
 
     def _start_worker(self, number: int) -> ray.actor.ActorHandle:
         return start_actor(
@@ -92,24 +111,13 @@ class RewardService:
         if len(set(answers)) != 1:
             raise RuntimeError(f"the reward workers score different parts: {sorted(set(answers))}")
         self.parts = answers[0]
-        self._thread.start()
         for worker in self.workers:
             self._submit(self._serve(worker)).add_done_callback(self._served)
         return self.parts
 
     def close(self) -> None:
         """End the thread; the workers end with Ray. Raises nothing: it runs while another error is on its way."""
-        if not self._thread.is_alive():
-            self._loop.close()
-            return
-        try:
-            self._submit(self._cancel()).result(timeout=REPORT_S)
-        except TimeoutError:
-            logger.warning("the reward service did not end its work within %.0f s", REPORT_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=REPORT_S)
-        if not self._thread.is_alive():
-            self._loop.close()
+        self._loop.close()
 
     def leave(self) -> int:
         """Every worker's models wait on the host, once it has no work; bytes freed on the devices."""
@@ -147,12 +155,6 @@ class RewardService:
         if self._broken is not None:
             raise RuntimeError(f"the reward service broke: {type(self._broken).__name__}: {self._broken}")
 
-    async def _cancel(self) -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
     def score(self, refs: GroupRefs, group_size: int) -> Future[Scores]:
         """The group's Scores, some time; scoring starts when its frames are there."""
         self._num_submitted += group_size
@@ -163,30 +165,16 @@ class RewardService:
         """Videos that were submitted and have neither a score nor a reason yet."""
         return self._num_submitted - self._num_finished
 
-    def wait_for_room(self) -> None:
-        """Block while more than reward.max_pending videos wait: generation must not run away from scoring."""
-        start = said = time.monotonic()
-        while self.num_pending > self.config.reward.max_pending:
+    def result(self, future: Future[Value], what: str) -> Value:
+        """Value of work that this service has a part in; ends with it when it breaks."""
+        said = time.monotonic()
+        while not future.done():
+            wait([future], timeout=1.0)
             self._check_alive()
-            time.sleep(0.05)
-            if time.monotonic() - said > REPORT_S:
+            if time.monotonic() - said >= REPORT_S:
                 said = time.monotonic()
-                logger.warning("%d videos wait for a score since %.0f s", self.num_pending, said - start)
-
-    def collect(self, futures: Sequence[Future[Scores]]) -> list[Scores]:
-        """Scores of every group. Videos that failed have nan parts and a reason."""
-        scores, said = [], time.monotonic()
-        for number, future in enumerate(futures):
-            while True:
-                try:
-                    scores.append(future.result(timeout=1.0))
-                    break
-                except TimeoutError:
-                    self._check_alive()
-                    if time.monotonic() - said >= REPORT_S:
-                        said = time.monotonic()
-                        logger.warning("still waiting for scores: %d of %d groups done", number, len(futures))
-        return scores
+                logger.warning("still waiting for %s to be made and scored, %d videos wait", what, self.num_pending)
+        return future.result()
 
     def check_failures(self, scores: Sequence[Scores]) -> None:
         """Say why videos have no score.
@@ -204,15 +192,20 @@ class RewardService:
             )
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._loop.submit(work)
 
     async def _score_group(self, refs: GroupRefs, group_size: int) -> Scores:
+        """Raises: FramesLostError."""
         videos = [
-            _Video(refs.frames, index, refs.request.prompt.text, self._loop.create_future())
+            _Video(refs.frames, index, refs.request.prompt.text, asyncio.get_running_loop().create_future())
             for index in range(group_size)
         ]
         await self._put(videos)
-        return as_scores([await video.done for video in videos])
+        found = await asyncio.gather(*(video.done for video in videos), return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return as_scores([one for one in found if not isinstance(one, BaseException)])
 
     async def _put(self, videos: Sequence[_Video], front: bool = False) -> None:
         async with self._arrived:
@@ -241,46 +234,84 @@ class RewardService:
             batch = await self._take(worker)
             async with worker.busy:
                 serves = await self._serve_batch(worker, batch)
+                if serves and len(worker.struck) >= STRIKES:
+                    serves = await self._replace(worker, "fails where others do not")
         if not self.workers:
             await self._give_up()
 
     async def _serve_batch(self, worker: _Worker, batch: list[_Video]) -> bool:
         """Score one batch; whether the worker can take another. Holds no frames once it has returned."""
-        ref = worker.actor.score.options(name=f"score {len(batch)} videos").remote(
+        ref = worker.actor.score.remote(
             [video.index for video in batch], [video.prompt for video in batch], *(video.frames for video in batch)
         )
+        start, bound_s = time.monotonic(), self._bound_s(len(batch))
         try:
-            results = await asyncio.wait_for(asyncio.wrap_future(ref.future()), self.timeout_s)
+            (results,) = await wait_async([ref], f"{len(batch)} videos to be scored", bound_s)
+        except ray.exceptions.ObjectLostError:
+            await self._sort_out_lost(batch)
         except ray.exceptions.RayTaskError as error:  # first: it also is what its cause is, such as a death
             await self._retry(batch, worker, str(error).strip().splitlines()[-1], "errors")
         except TimeoutError:
-            await self._retry(batch, worker, f"no score within {self.timeout_s:.0f} s", "timeouts")
-            return await self._replace(worker)
+            await self._retry(batch, worker, f"no score within {bound_s:.0f} s", "timeouts")
+            for words in await asyncio.to_thread(stacks_of, [worker.actor]):
+                logger.warning("%s", words)
+            return await self._replace(worker, "hangs")
         except ray.exceptions.RayActorError:
             await self._retry(batch, worker, "the reward worker died", "deaths")
-            return await self._replace(worker)
+            return await self._replace(worker, "died")
         except ray.exceptions.RayError as error:
             await self._retry(batch, worker, str(error).strip().splitlines()[-1], "errors")
         else:
+            self._seconds.append((time.monotonic() - start) / len(batch))
             again = []
             for video, result in zip(batch, results, strict=True):
                 if result.reason and not video.avoid:
                     again.append(video)
                 else:
+                    self._strike(video, result)
                     self._finish(video, result)
+                    if not result.reason:
+                        worker.struck.clear()
             if again:
                 await self._retry(again, worker, "", "errors")
         return True
 
+    def _bound_s(self, num_videos: int) -> float:
+        """When a worker with so many videos counts as hung."""
+        if not self._seconds:
+            return self.timeout_s
+        faults, usual_s = self.config.faults, statistics.median(self._seconds) * num_videos
+        return min(self.timeout_s, max(faults.hung_min_s, faults.hung_factor * usual_s))
+
+    def _strike(self, video: _Video, result: VideoScore) -> None:
+        """A video that one worker could not score and another one could speaks against the first."""
+        for worker in self.workers:
+            if worker.number in video.avoid and not result.reason:
+                worker.struck.add(video.avoid[worker.number])
+
+    async def _sort_out_lost(self, batch: list[_Video]) -> None:
+        """Some frames are in no object store any more: tell who waits for them; the others go back."""
+        kept = []
+        for video in batch:
+            try:
+                await asyncio.wrap_future(_is_there.remote(video.frames).future())
+                kept.append(video)
+            except ray.exceptions.ObjectLostError as error:
+                self.counts["lost_frames"] += 1
+                self._num_finished += 1
+                video.done.set_exception(FramesLostError(str(error)))
+        await self._put(kept, front=True)
+
     async def _retry(self, batch: list[_Video], worker: _Worker, reason: str, kind: str) -> None:
         """Once more, each by itself; a video that has failed before is given up."""
         self.counts[kind] += 1
+        self._num_failures += 1
         again = [video for video in batch if not video.avoid]
         for video in batch:
             if video.avoid:
                 self._finish(video, failed(reason, len(self.parts)))
         for video in again:
-            video.avoid.add(worker.number)
+            video.avoid[worker.number] = self._num_failures
             video.alone = True
         self.counts["retries"] += len(again)
         await self._put(again, front=True)
@@ -296,11 +327,11 @@ class RewardService:
             self.counts["failed"] += bool(result.reason)
             video.done.set_result(result)
 
-    async def _replace(self, worker: _Worker) -> bool:
-        """Start a worker in place of a dead or hung one; False when it does not come up, then it serves no more."""
-        ray.kill(worker.actor)
-        logger.warning("reward worker %d is started again", worker.number)
-        worker.actor = self._start_worker(worker.number)
+    async def _replace(self, worker: _Worker, why: str) -> bool:
+        """Start a worker in place of one; False when it does not come up, then it serves no more."""
+        cluster.end_actor(worker.actor)
+        logger.warning("reward worker %d %s: it is started again", worker.number, why)
+        worker.actor, worker.struck = self._start_worker(worker.number), set()
         try:
             ready = asyncio.wrap_future(worker.actor.ready.remote().future())
             await asyncio.wait_for(ready, self.config.cluster.start_timeout_s)

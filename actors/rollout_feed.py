@@ -8,37 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 
 from actors.publisher import Publication
-from actors.rollout_group import GroupRefs
-from actors.scored_rollouts import ScoredRollouts, check_made, without_broken
-from actors.seat import Seat
-from sage_ray.busy_share import BusyShare
+from actors.scored_group import ScoredGroup
+from actors.scored_rollouts import ScoredRollouts
 from sage_ray.config import Config
 from sage_ray.config_check import num_prompts
-from sage_ray.types import GroupInfo, GroupRequest, Scores
-
-TASKS_AT_ONCE = 2
-"""Of a rollout group: one runs and one waits, so that it never waits for the controller."""
-
-
-@dataclass(frozen=True)
-class ScoredGroup:
-    """A group that the learner can take."""
-
-    refs: GroupRefs
-    info: GroupInfo
-    scores: Scores
+from sage_ray.types import GroupRequest
 
 
 class RolloutFeed:
-    """Gives tasks to rollout groups in order of iterations and groups, and keeps what they made until it is learned.
+    """Asks the rollout pool for groups in order of iterations and groups, and keeps them until they are learned.
 
-    Back-pressure: at most overlap.max_groups groups are being made or wait for the learner, and no group is begun while
-    more than reward.max_pending videos wait for a score.
+    Back-pressure: at most overlap.max_groups groups are being made or wait for the learner.
 
     Args:
         requests: of an iteration, for weights of a version. first: iterations that are finished; published: their
@@ -60,26 +45,21 @@ class RolloutFeed:
         self._made: dict[int, list[asyncio.Future[ScoredGroup]]] = {}
         self._queue: deque[list[GroupRequest]] = deque()
         self._next, self._unlearned, self._running, self._paused = first, 0, 0, False
-        self._changed, self._scoring = asyncio.Condition(), set()
+        self._changed, self._keeping = asyncio.Condition(), set[asyncio.Future[None]]()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        groups = source.rollouts.groups
-        self.busy = BusyShare(len(groups))
-        held = published.version, published.digest
-        self.seats = [Seat(group, held, config.rollout.timeout_s, self.busy) for group in groups]
 
     async def run(self) -> None:
-        """Serve until it is cancelled, or until the first error of a rollout group or a score."""
-        # All first tasks come before any second one: few groups must not pile up on few workers.
-        work = [asyncio.ensure_future(self._serve(seat)) for _ in range(TASKS_AT_ONCE) for seat in self.seats]
+        """Serve until it is cancelled, or until the first group that cannot be made or scored."""
+        giving = asyncio.ensure_future(self._give_out())
         try:
-            await asyncio.wait([self._failed, *work], return_when=asyncio.FIRST_COMPLETED)
-            for one in (self._failed, *work):
+            await asyncio.wait([self._failed, giving], return_when=asyncio.FIRST_COMPLETED)
+            for one in (self._failed, giving):
                 if one.done():
                     one.result()
         finally:
-            for one in (*work, *self._scoring):
+            for one in (giving, *self._keeping):
                 one.cancel()
-            await asyncio.gather(*work, *self._scoring, return_exceptions=True)
+            await asyncio.gather(giving, *self._keeping, return_exceptions=True)
 
     async def group(self, iteration: int, number: int) -> ScoredGroup:
         """A group of an iteration, once its last reward is there."""
@@ -108,8 +88,6 @@ class RolloutFeed:
         try:
             yield
         finally:
-            for seat in self.seats:
-                seat.held = self.source.version, self.source.digest
             self._paused = False
             await self._notify()
 
@@ -122,31 +100,21 @@ class RolloutFeed:
         """Groups that are scored, or being made, and not learned yet."""
         return self._unlearned
 
-    async def _serve(self, seat: Seat) -> None:
-        """One task after the other on a rollout group."""
+    async def _give_out(self) -> None:
         while True:
-            await self._make(seat, *await self._take())
+            task, publication = await self._take()
+            for request, making in zip(task, self.source.scored(task, publication), strict=True):
+                keeping = asyncio.ensure_future(self._keep(request, asyncio.wrap_future(making)))
+                self._keeping.add(keeping)
+                keeping.add_done_callback(self._kept)
 
-    async def _make(self, seat: Seat, task: list[GroupRequest], publication: Publication) -> None:
-        try:
-            async with seat.holding(publication):
-                made = await seat.generate(task)
-        finally:
-            self._running -= 1
-            await self._notify()
-        for refs, info in made:
-            check_made(info, refs.request, publication.digest)
-            scoring = asyncio.ensure_future(self._score(refs, info))
-            self._scoring.add(scoring)
-            scoring.add_done_callback(self._scored)
-
-    async def _take(self) -> tuple[list[GroupRequest], Publication]:
+    async def _take(self) -> tuple[Sequence[GroupRequest], Publication]:
         """The next task in order, once its weights are published and there is room for it."""
         async with self._changed:
             await self._changed.wait_for(self._may_start)
             task = self._queue.popleft()
             self._unlearned += len(task)
-            self._running += 1
+            self._running += len(task)
             return task, self._published[self.sampler(task[0].step)]
 
     def _may_start(self) -> bool:
@@ -154,8 +122,7 @@ class RolloutFeed:
             self._plan_next()
         if self._paused or not self._queue:
             return False
-        videos_wait = self.source.rewards.num_pending > self.config.reward.max_pending
-        return not videos_wait and self._unlearned + len(self._queue[0]) <= self.max_groups
+        return self._unlearned + len(self._queue[0]) <= self.max_groups
 
     def _plan_next(self) -> None:
         """Queue the next iteration's tasks, if the weights that make them are there."""
@@ -165,15 +132,17 @@ class RolloutFeed:
             self._queue.extend(requests[i : i + size] for i in range(0, len(requests), size))
             self._next += 1
 
-    async def _score(self, refs: GroupRefs, info: GroupInfo) -> None:
-        request = refs.request
-        scores = await asyncio.wrap_future(self.source.rewards.score(refs, request.group_size))
-        scored = ScoredGroup(refs.without_frames(), info, without_broken(scores, info))
-        self._place(request.step, request.group).set_result(scored)
+    async def _keep(self, request: GroupRequest, making: asyncio.Future[ScoredGroup]) -> None:
+        try:
+            made = await making
+        finally:
+            self._running -= 1
+            await self._notify()
+        self._place(request.step, request.group).set_result(replace(made, refs=made.refs.without_frames()))
 
-    def _scored(self, scoring: asyncio.Future[None]) -> None:
-        self._scoring.discard(scoring)
-        if not scoring.cancelled() and (error := scoring.exception()) and not self._failed.done():
+    def _kept(self, keeping: asyncio.Future[None]) -> None:
+        self._keeping.discard(keeping)
+        if not keeping.cancelled() and (error := keeping.exception()) and not self._failed.done():
             self._failed.set_exception(error)
 
     def _place(self, iteration: int, number: int) -> asyncio.Future[ScoredGroup]:

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 import ray
 import torch.distributed as dist
 
+from actors import cluster
 from actors.clocked import phase
-from actors.cluster import free_address, start_actor
-from actors.layout import Layout
-from actors.places import place_of, places_together
+from actors.cluster import free_address, node_of, start_actor
+from actors.layout import Layout, group_names
+from actors.places import anywhere, place_of, places_together, release
+from actors.publisher import Publication
 from actors.rollout_worker import RolloutWorker
 from sage_ray.config import Config
 from sage_ray.parallel import start_process_group
@@ -48,12 +50,18 @@ class RolloutMember(RolloutWorker):
 
 @dataclass(frozen=True)
 class GroupRefs:
-    """References of one group of videos in the object store, and the request it answers."""
+    """References of one group of videos in the object store, and the request it answers.
+
+    task, publication: what it was made with, by which it can be made again: all requests of one call (shared forwards
+    round as they are shared), and the weights.
+    """
 
     request: GroupRequest
     trajectory: ray.ObjectRef
     frames: ray.ObjectRef | None
     info: ray.ObjectRef
+    task: tuple[GroupRequest, ...] = ()
+    publication: Publication | None = None
 
     def without_frames(self) -> GroupRefs:
         """The same group; what nobody else refers to leaves the object store."""
@@ -77,26 +85,38 @@ class RolloutGroup:
     def generate(self, task: Sequence[GroupRequest]) -> tuple[list[GroupRefs], list[ray.ObjectRef]]:
         """(the groups that the lead makes, references that are done when the other members are; they raise what these
         raise, while the lead would wait for them in vain)."""
-        name = f"generate step {task[0].step} groups {task[0].group} to {task[-1].group}"
         lead, *others = self.members
-        refs = lead.generate.options(num_returns=3 * len(task), name=name).remote(*task)
+        refs = lead.generate.options(num_returns=3 * len(task)).remote(*task)
         groups = [GroupRefs(request, *refs[3 * i : 3 * i + 3]) for i, request in enumerate(task)]
-        return groups, [member.follow.options(name=f"follow: {name}").remote(*task) for member in others]
+        return groups, [member.follow.remote(*task) for member in others]
+
+    def nodes(self) -> frozenset[str]:
+        """Ids of the nodes that its actors are on."""
+        return frozenset(node for node in map(node_of, self.members) if node)
 
 
 def start_group(config: Config, layout: Layout, number: int) -> RolloutGroup:
     """Start a group's actors; where there are several, one node must have room for all."""
-    settings, device, name = config.rollout, layout.device, f"rollout-{number}"
+    settings, device, names = config.rollout, layout.device, group_names(config, number)
+    places = [place_of(name) for name in names]
+    if not all(places):  # not planned with the run
+        selector = config.cluster.node_roles.get("rollout", "")
+        places = [anywhere(selector)]
+        if settings.sp_size > 1:
+            start_s = config.cluster.start_timeout_s
+            places = places_together(names, layout.gpus_rollout, f"rollout-{number}", start_s, selector)
     if settings.sp_size == 1:
-        at_once = 2 if settings.overlap_decode else 1
         worker = start_actor(
-            RolloutWorker, layout.gpus_rollout, config, device, name, max_concurrency=at_once, name=name
+            RolloutWorker,
+            layout.gpus_rollout,
+            config,
+            device,
+            names[0],
+            max_concurrency=2 if settings.overlap_decode else 1,
+            place=places[0],
+            name=names[0],
         )
         return RolloutGroup((worker,))
-    names = [f"{name}r{rank}" for rank in range(settings.sp_size)]
-    places = [place_of(one) for one in names]
-    if not all(places):  # not planned with the run
-        places = places_together(settings.sp_size, layout.gpus_rollout, name, config.cluster.start_timeout_s)
     return RolloutGroup(
         tuple(
             start_actor(
@@ -104,7 +124,7 @@ def start_group(config: Config, layout: Layout, number: int) -> RolloutGroup:
                 layout.gpus_rollout,
                 config,
                 device,
-                f"{name}.{rank}",
+                f"rollout-{number}.{rank}",
                 rank,
                 place=place,
                 name=names[rank],
@@ -112,3 +132,11 @@ def start_group(config: Config, layout: Layout, number: int) -> RolloutGroup:
             for rank, place in enumerate(places)
         )
     )
+
+
+def end_group(group: RolloutGroup, config: Config, number: int, gives_place_back: bool) -> None:
+    """End a group's actors, whatever they do. Args: gives_place_back: nobody follows in its reserved place."""
+    for member in group.members:
+        cluster.end_actor(member)
+    if gives_place_back:
+        release(group_names(config, number))

@@ -147,6 +147,19 @@ class RolloutWorker(Clocked, WeightReceiver):
         parts = ((replace(g.trajectory, worker=self.name), g.frames, _info(g, digest, self.name)) for g in finished)
         return tuple(part for group in parts for part in group)
 
+    @phase("replay")
+    def disagreement(self, trajectory: Trajectory) -> float:
+        """Largest difference of a trajectory's log-probs and those that this worker's weights, which must be of its
+        version, give to it, nats per dimension; infinite where one is no number."""
+        with self._denoising:
+            self._check_present()
+            if trajectory.policy_version != self.version:
+                raise StaleWeightsError(
+                    f"version {trajectory.policy_version} is to be replayed, {self.version} is here"
+                )
+            difference = np.abs(self.rollout.replay(trajectory) - trajectory.log_probs)
+        return float(np.where(np.isfinite(difference), difference, np.inf).max())
+
     def _check_version(self, requests: Sequence[GroupRequest]) -> None:
         note(step=requests[0].step, version=self.version)
         self._check_present()

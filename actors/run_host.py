@@ -63,7 +63,7 @@ class RunHost:
         torch.set_num_threads(1)
         self.place, self.warm = place, WarmActors()
         self.last_s = 0.0
-        cluster.make_actor = self.warm.make
+        cluster.make_actor, cluster.end_actor = self.warm.make, self.warm.kill
 
     def run(self, job: Job) -> dict[str, Any]:
         """Make a run, from its configuration to the stored folder. Returns key, status (made, or no time) and seconds.

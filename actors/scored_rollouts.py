@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
+import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
 
 from actors.cluster import Layout, wait_until_ready
-from actors.pools import RolloutPool
 from actors.publisher import Publication
-from actors.reward_service import RewardService
+from actors.reward_service import FramesLostError, RewardService
 from actors.rollout_group import GroupRefs
-from actors.wait import wait_all
+from actors.rollout_pool import RolloutPool
+from actors.scored_group import ScoredGroup, without_broken
+from actors.task_board import Made
+from actors.wait import wait_future
 from sage_ray.config import Config
 from sage_ray.reward_parts import RewardParts
 from sage_ray.rewards.batching import batch_videos
 from sage_ray.rewards.build import part_weights
 from sage_ray.types import GroupInfo, GroupRequest, Scores
+
+logger = logging.getLogger("sage_ray")
+TRIES = 3
+"""How often a group is made whose frames were lost before they had a score."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +38,43 @@ class Rollout:
     infos: list[GroupInfo]
     scores: list[Scores]
 
+    @property
+    def digest(self) -> str:
+        """Of the weights that made it."""
+        return self.infos[0].weights_digest
+
+
+def as_rollout(scored: Sequence[ScoredGroup]) -> Rollout:
+    """Of groups in order."""
+    return Rollout([g.refs for g in scored], [g.info for g in scored], [g.scores for g in scored])
+
 
 class ScoredRollouts:
     """Makes and scores groups; knows which version its workers hold. Needs no learner.
 
-    parts: of the run's reward, known after `start`; version, digest: of the last publication.
+    parts: of the run's reward, known after `start`; published: the last publication, None before the first.
     """
 
     def __init__(self, config: Config, layout: Layout):
         self.config = config
         self.rollouts = RolloutPool(config, layout)
-        self.rewards = RewardService(config, layout, batch_videos(config))
+        with ExitStack() as undo:
+            undo.callback(self.rollouts.close)
+            self.rewards = RewardService(config, layout, batch_videos(config))
+            undo.pop_all()
+        self.rollouts.may_begin = lambda: self.rewards.num_pending <= config.reward.max_pending
         self.parts = RewardParts((), ())
-        self.version, self.digest = -1, ""
+        self.published: Publication | None = None
+
+    @property
+    def version(self) -> int:
+        """Of the last publication, -1 before the first."""
+        return self.published.version if self.published else -1
+
+    @property
+    def digest(self) -> str:
+        """Of the last publication, empty before the first."""
+        return self.published.digest if self.published else ""
 
     def start(self) -> None:
         """Returns once every worker has loaded its models."""
@@ -50,7 +83,8 @@ class ScoredRollouts:
         self.parts = RewardParts(parts, part_weights(self.config.reward, parts))
 
     def close(self) -> None:
-        """End the reward service's thread; the actors end with Ray."""
+        """End the threads of pool and service; the actors end with Ray."""
+        self.rollouts.close()
         self.rewards.close()
 
     def leave(self) -> dict[str, int]:
@@ -63,29 +97,55 @@ class ScoredRollouts:
         self.rewards.enter()
 
     def load(self, publication: Publication) -> None:
-        """Give every rollout worker a policy version; returns once all have confirmed version and digest."""
+        """Give every rollout worker a policy version; returns once all that are idle have confirmed version and
+        digest."""
         self.rollouts.load_weights(publication)
-        self.version, self.digest = publication.version, publication.digest
+        self.published = publication
+
+    def scored(self, requests: Sequence[GroupRequest], publication: Publication) -> list[Future[ScoredGroup]]:
+        """Groups made by a publication's weights, each as soon as its last video has a score or a reason."""
+        making = self.rollouts.generate(requests, publication)
+        return [self.rollouts.loop.submit(self._score(one)) for one in making]
+
+    async def _score(self, making: Future[Made]) -> ScoredGroup:
+        refs, info = await asyncio.wrap_future(making)
+        for _ in range(TRIES):
+            try:
+                scores = await asyncio.wrap_future(self.rewards.score(refs, refs.request.group_size))
+                return ScoredGroup(refs, info, without_broken(scores, info))
+            except FramesLostError:
+                logger.warning("frames of group %d are lost, it is made again", refs.request.group)
+                refs, info = await asyncio.wrap_future(self._again(refs))
+        raise RuntimeError(f"frames of group {refs.request.group} were lost {TRIES} times before they had a score")
+
+    def _again(self, refs: GroupRefs) -> Future[Made]:
+        """The same group, made again as it was made."""
+        return self.rollouts.generate(refs.task, refs.publication)[refs.task.index(refs.request)]
 
     def roll_out(self, requests: Sequence[GroupRequest]) -> Rollout:
-        """Generate and score groups; scoring of a group starts while others are still being generated.
+        """Generate and score groups by the last publication; scoring of a group starts while others are still being
+        generated.
 
         Raises: RuntimeError when a group was made with other weights or steps than asked for, too many videos failed
         (reward.max_failed_share), or none has a reward.
         """
-        groups, scores = {}, {}
-        for refs in self.rollouts.generate(requests):
-            number = refs.request.group
-            groups[number], scores[number] = refs, self.rewards.score(refs, refs.request.group_size)
-            self.rewards.wait_for_room()
-        order = sorted(groups)
-        infos = wait_all([groups[g].info for g in order], "rollout reports", self.config.rollout.timeout_s)
-        for number, info in zip(order, infos, strict=True):
-            check_made(info, groups[number].request, self.digest)
-        collected = self.rewards.collect([scores[g] for g in order])
-        values = [without_broken(score, info) for score, info in zip(collected, infos, strict=True)]
-        self.check_scores(values, infos)
-        return Rollout([groups[g] for g in order], infos, values)
+        assert self.published is not None
+        scoring = self.scored(requests, self.published)
+        try:
+            found = [self.rewards.result(one, f"{len(scoring)} groups") for one in scoring]
+        finally:
+            for one in scoring:
+                one.cancel()
+        rollout = as_rollout(sorted(found, key=lambda one: one.refs.request.group))
+        self.check_scores(rollout.scores, rollout.infos)
+        return rollout
+
+    def make_again(self, groups: Sequence[GroupRefs]) -> list[GroupRefs]:
+        """Groups whose trajectories were lost, bit for bit."""
+        making = [self._again(refs) for refs in groups]
+        what = f"{len(groups)} lost groups to be made again"
+        made = [wait_future(one, what, self.config.rollout.timeout_s) for one in making]
+        return [one.refs.without_frames() for one in made]
 
     def check_scores(self, scores: Sequence[Scores], infos: Sequence[GroupInfo]) -> None:
         """Raises: RuntimeError when too many videos failed (reward.max_failed_share), or none has a reward."""
@@ -93,19 +153,3 @@ class ScoredRollouts:
         if not any(np.isfinite(self.parts.total(one.axes)).any() for one in scores):
             num_broken = sum(not ok for info in infos for ok in info.finite)
             raise RuntimeError(f"no video has a finite reward; {num_broken} have latents that are not finite")
-
-
-def check_made(info: GroupInfo, request: GroupRequest, digest: str) -> None:
-    """Raises: RuntimeError when a group was made with other weights or steps than asked for."""
-    made, asked = (info.policy_version, info.weights_digest, info.sigmas), (request.policy_version, digest)
-    if made != (*asked, request.sigmas):
-        raise RuntimeError(f"{info.worker}: made group {info.group} with {made}, not what was asked for")
-
-
-def without_broken(scores: Scores, info: GroupInfo) -> Scores:
-    """A video of latents that are not finite decodes to black, which has a score but deserves none."""
-    kept = np.where(np.asarray(info.finite)[:, None], scores.axes, np.nan)
-    reasons = tuple(
-        why if ok else "its latents are not finite" for why, ok in zip(scores.reasons, info.finite, strict=True)
-    )
-    return dataclasses.replace(scores, axes=kept, reasons=reasons)

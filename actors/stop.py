@@ -27,7 +27,8 @@ def reason(error: BaseException) -> str:
     """The last line of an error, with its type; an actor's error is told as the error that it was there."""
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
     words = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return f"{type(cause).__name__}: {words[-1] if words else 'no further word'}"
+    last = words[-1].partition(" Some common causes include")[0] if words else "no further word"
+    return f"{type(cause).__name__}: {last}"
 
 
 class StopRequest:

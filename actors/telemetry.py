@@ -133,7 +133,6 @@ class Telemetry:
         self.log.write(logging.INFO, state)
         if self._line in self.progress.listeners:
             self.progress.listeners.remove(self._line)
-        self.actors.close()
         self.log.close()
 
     def _line(self, text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from actors.pools import LearnerGroup
+from actors.learner_group import LearnerGroup
 from actors.scored_rollouts import ScoredRollouts
 
 
@@ -34,6 +34,12 @@ class Turns:
             self._bytes["learner"] = self.learner.leave()
             self.rollouts.enter()
             self.seconds += time.monotonic() - start
+
+    def learner_is_new(self) -> None:
+        """A learner has taken the old one's place, and begins on the device: the others leave."""
+        if self.enabled and not self._learning:
+            self._bytes |= self.rollouts.leave()
+            self._learning = True
 
     def sizes(self) -> dict[str, float]:
         """Bytes that each role took off the GPU the last time it left, as metrics; {} when not enabled."""

@@ -76,6 +76,11 @@ class WarmActors:
                 kept.append((key, actor))
         self._busy = kept
 
+    def kill(self, actor: ray.actor.ActorHandle) -> None:
+        """End one that its run has given up; it is nobody's any more."""
+        self._busy = [(key, one) for key, one in self._busy if one._actor_id != actor._actor_id]
+        ray.kill(actor)
+
     def end(self) -> None:
         """End all of them: after an error nobody knows what state they are in."""
         for actor in [*(actor for _, actor in self._busy), *(a for actors in self._idle.values() for a in actors)]:

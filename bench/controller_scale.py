@@ -107,7 +107,8 @@ def settings(parsed: argparse.Namespace, folder: Path) -> Config:
 def drive(config: Config, delays: Delays, readings: Readings) -> Controller:
     """The whole run, from the first actor to the last checkpoint; Ray must run."""
     hosts = Hosts(delays, {"RolloutWorker": 2, "RewardWorker": 1, "LearnerRank": 1})
-    usual, actors.cluster.make_actor = actors.cluster.make_actor, hosts.make  # type: ignore[assignment]
+    usual = actors.cluster.make_actor, actors.cluster.end_actor
+    actors.cluster.make_actor, actors.cluster.end_actor = hosts.make, hosts.end  # type: ignore[assignment]
     ended = threading.Event()
     try:
         checked = CheckedRun(config, read_prompts([Path(file) for file in config.data.prompts]), [])
@@ -132,7 +133,7 @@ def drive(config: Config, delays: Delays, readings: Readings) -> Controller:
             ended.set()
             controller.close()
     finally:
-        actors.cluster.make_actor = usual
+        actors.cluster.make_actor, actors.cluster.end_actor = usual
         hosts.close()
     return controller
 

@@ -103,7 +103,8 @@ class RolloutStandIn(StandIn):
         )  # fmt: skip
 
     def _info(self, request: GroupRequest) -> GroupInfo:
-        finite = tuple(self.luck.random() >= self.delays.broken for _ in range(request.group_size))
+        luck = random.Random(f"{request.step} {request.group}")  # whoever makes it
+        finite = tuple(luck.random() >= self.delays.broken for _ in range(request.group_size))
         return GroupInfo(
             request.step, request.group, request.policy_version, self.digest, request.sigmas, finite,
             denoise_s=self.delays.generate_s, decode_s=0.0, worker=self.name, trajectory_bytes=STORED_BYTES,
@@ -145,6 +146,9 @@ class LearnerStandIn(StandIn):
         names = (f"transformer_blocks.{n // 30}.attention.projection_{n % 30}.weight" for n in range(TENSORS))
         self.shapes = tuple((name, (2048, 2048)) for name in names)
         return 1
+
+    async def missing(self, numbers: Sequence[int], refs: Sequence[Any], bound_s: float) -> list[int]:
+        return []
 
     async def begin(self) -> None:
         self.groups = 0
@@ -250,6 +254,9 @@ class Hosts:
         self._made[role] += 1
         host.add.remote(role, name)  # before every call of it: a host begins its calls in order
         return Handle(host, role, name)
+
+    def end(self, member: Handle) -> None:
+        """Takes the place of actors.cluster.end_actor: the member is asked nothing more."""
 
     def close(self) -> None:
         """End the processes."""

@@ -19,8 +19,12 @@ class BusyShare:
     def __init__(self, size: int, clock: Callable[[], float] = time.monotonic):
         self.size, self._clock = size, clock
         self._tasks: Counter[Hashable] = Counter()
-        self._work_s, self._then = 0.0, clock()
-        self._began = self._then
+        self._work_s, self._could_s, self._then = 0.0, 0.0, clock()
+
+    def resize(self, size: int) -> None:
+        """The pool has so many members from now on."""
+        self._advance()
+        self.size = size
 
     @contextmanager
     def working(self, member: Hashable = None) -> Iterator[None]:
@@ -32,17 +36,20 @@ class BusyShare:
         finally:
             self._advance()
             self._tasks[member] -= 1
+            if not self._tasks[member]:
+                del self._tasks[member]
 
     def take(self) -> float:
         """Share in [0, 1] since the last call, and begin anew; 0 when no time has passed."""
         self._advance()
-        elapsed, work_s = self._then - self._began, self._work_s
-        self._began, self._work_s = self._then, 0.0
-        return work_s / (elapsed * self.size) if elapsed > 0 else 0.0
+        could_s, work_s = self._could_s, self._work_s
+        self._could_s = self._work_s = 0.0
+        return min(1.0, work_s / could_s) if could_s > 0 else 0.0
 
     def _advance(self) -> None:
         now = self._clock()
-        self._work_s += sum(count > 0 for count in self._tasks.values()) * (now - self._then)
+        self._work_s += len(self._tasks) * (now - self._then)
+        self._could_s += self.size * (now - self._then)
         self._then = now
 
 

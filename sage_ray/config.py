@@ -288,7 +288,13 @@ class LearnerConfig:
 @dataclass
 class RolloutConfig:
     num_workers: int = 1
-    """Rollout groups at the start."""
+    """Rollout groups at the start; `launch.py scale` asks a run for another number."""
+    min_workers: int | None = None
+    """With max_workers: the number follows the load between these two. Null keeps it."""
+    max_workers: int | None = None
+    """See min_workers; also the most that `launch.py scale` may ask for."""
+    scale_cooldown_s: float = 120.0
+    """Fewest seconds between two changes of the number by load."""
     gpus_per_group: int = 1
     """GPUs of one rollout group when devices are GPUs: one for each of its sp_size actors."""
     sp_size: int = 1
@@ -304,6 +310,27 @@ class RolloutConfig:
     """Decode a group while the next one is denoised."""
     timeout_s: float = 3600.0
     """Bound of one generate call."""
+
+
+@dataclass
+class FaultsConfig:
+    """When somebody counts as slow or hung, and how often he is replaced. Time in which the controller itself stood
+    still does not count."""
+
+    slow_factor: float = 2.0
+    """A rollout task that takes this many times the median is also given to a worker that is idle; the first result
+    wins."""
+    hung_factor: float = 8.0
+    """A rollout task, a batch of scores or a call to the learner that takes this many times the median: who has it is
+    ended and replaced."""
+    hung_min_s: float = 120.0
+    """But never sooner than this; longer than Ray needs to notice a dead node."""
+    max_losses: int = 10
+    """So many rollout workers may be lost with no task finished in between; then the run ends."""
+    max_rebuilds: int = 3
+    """So many times the learner may be lost with no iteration finished in between; then the run ends."""
+    no_worker_s: float = 1800.0
+    """Longest time without any rollout worker while there is work, as when all spot nodes are gone."""
 
 
 @dataclass
@@ -422,6 +449,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

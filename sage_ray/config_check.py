@@ -70,7 +70,9 @@ AT_LEAST: dict[str, float] = {
     "kl.coef": 0, "kl.min_coef": 0, "kl.moving_weight": 0, "kl.step_weight": 0,
     "kl.warmup_steps": 0, "kl.anchor_interval": 1, "optimizer.weight_decay": 0,
     "learner.num_ranks": 1, "learner.sp_size": 1,
-    "rollout.num_workers": 1, "rollout.gpus_per_group": 1, "rollout.sp_size": 1,
+    "rollout.num_workers": 1, "rollout.min_workers": 1, "rollout.max_workers": 1, "rollout.scale_cooldown_s": 0,
+    "faults.slow_factor": 1, "faults.hung_factor": 1, "faults.max_losses": 0, "faults.max_rebuilds": 0,
+    "rollout.gpus_per_group": 1, "rollout.sp_size": 1,
     "rollout.groups_per_task": 1, "rollout.decode_frames": 1, "learner.videos_per_pass": 1,
     "evaluation.num_prompts": 0, "evaluation.videos_per_prompt": 1, "evaluation.num_steps": 1,
     "evaluation.interval": 0, "evaluation.seed": 0, "cluster.object_store_bytes": 1,
@@ -84,6 +86,7 @@ POSITIVE = (
     "loss.importance_cap", "optimizer.learning_rate", "optimizer.eps", "optimizer.max_grad_norm", "lora.alpha",
     "sampling.sde_fraction", "loss.timestep_fraction",
     "learner.timeout_s", "rollout.timeout_s", "cluster.start_timeout_s", "publish.timeout_s",
+    "faults.hung_min_s", "faults.no_worker_s",
 )  # fmt: skip
 
 BELOW_ONE = ("loss.clip_range", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "optimizer.ema_decay")
@@ -289,6 +292,19 @@ def _parallel(config: Config) -> Iterator[Broken]:
         yield Broken("rollout.gpus_per_group", f"must be rollout.sp_size={config.rollout.sp_size}, others would idle")
 
 
+def _pool(config: Config) -> Iterator[Broken]:
+    """The rollout pool's size, and what counts as late."""
+    least, most, start = config.rollout.min_workers, config.rollout.max_workers, config.rollout.num_workers
+    if least is not None and most is None:
+        yield Broken("rollout.max_workers", "must be set with rollout.min_workers")
+    if most is not None and most < max(start, least or 1):
+        yield Broken("rollout.max_workers", f"must be at least rollout.num_workers={start} and rollout.min_workers")
+    if least is not None and least > start:
+        yield Broken("rollout.min_workers", f"must be at most rollout.num_workers={start}")
+    if config.faults.hung_factor < config.faults.slow_factor:
+        yield Broken("faults.hung_factor", f"must be at least faults.slow_factor={config.faults.slow_factor}")
+
+
 def _shapes(config: Config) -> Iterator[Broken]:
     """In bfloat16 another batch shape gives other bits, which the gate would take for other weights."""
     size, group = config.learner.videos_per_pass, config.data.group_size
@@ -349,7 +365,7 @@ def _publish(config: Config) -> Iterator[Broken]:
 
 
 RULES = (
-    *(_single_values, _paths, _sampling, _kl_and_reward, _evaluation, _optimizer, _parallel, _shapes, _prompts),
-    *(_overlap, _publish),
+    *(_single_values, _paths, _sampling, _kl_and_reward, _evaluation, _optimizer, _parallel, _pool, _shapes),
+    *(_prompts, _overlap, _publish),
 )
 """In the order in which they are reported."""

@@ -27,6 +27,11 @@ class Chunk:
     num_trained: int
     last: bool
 
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """Numbers of all groups that a rank reads, those that it repeats with weight 0 too."""
+        return tuple(sorted({group if group >= 0 else -group - 1 for share in self.shares for group in share}))
+
     def weighted_pairs(self, weights_PG: np.ndarray) -> float:
         """(sample, trained step) pairs of the optimizer step that count; weights_PG: of the whole iteration."""
         return float(weights_PG[list(self.members)].sum() * self.num_trained)

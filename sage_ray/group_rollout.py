@@ -19,7 +19,7 @@ from sage_ray.models.graphed import GraphedForward
 from sage_ray.models.hunyuan_video import HunyuanVideo
 from sage_ray.models.packed_velocity import guided_velocity
 from sage_ray.noise import EVALUATION, TRAINING, initial_noise, step_noise
-from sage_ray.sampler import Generated, Velocity, generate
+from sage_ray.sampler import Generated, Velocity, generate, replay
 from sage_ray.transition import Coefficients, coefficients
 from sage_ray.types import Condition, GroupRequest, Trajectory
 
@@ -100,6 +100,24 @@ class GroupRollout:
             first = videos.stop
             trajectory = _trajectory(request, stored, condition, groups.negative)
             yield FinishedGroup(trajectory, frames[videos], groups.finite[videos], groups.seconds, decode_s)
+
+    @torch.no_grad()
+    def replay(self, trajectory: Trajectory) -> np.ndarray:
+        """Log-probs float32 [G, K] of a trajectory's trained steps under the present weights."""
+        t, sampling = trajectory, self.config.sampling
+        steps = tuple(map(int, t.sde_steps))
+        coefs = coefficients(t.sde_type, t.sigmas, t.eta, last_step=sampling.last_step, sde_steps=steps)
+        velocity, published = self._velocity([t.condition], t.negative), self.config.loss.cps_log_prob == "published"
+        places = {int(position): place for place, position in enumerate(t.states)}
+        size, found = self.config.learner.videos_per_pass or len(t.latents), np.empty_like(t.log_probs)
+        for first in range(0, len(t.latents), size):
+            videos = slice(first, first + size)
+            latents = torch.tensor(t.latents[videos], device=self.model.device)
+            for column, step in enumerate(map(int, t.trained_steps)):
+                pair = latents[:, places[step]], latents[:, places[step + 1]]
+                log_prob, _ = replay(velocity, coefs, step, *pair, published_cps=published)
+                found[videos, column] = log_prob.cpu().numpy()
+        return found
 
     def _together(self, requests: Sequence[GroupRequest]) -> Iterator[list[GroupRequest]]:
         """Requests whose steps are the same share forwards, unless the learner cuts groups into smaller passes."""

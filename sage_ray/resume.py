@@ -29,7 +29,7 @@ from sage_ray.types import Prompt
 AUTO = "auto"
 FREE = (
     *("output_dir", "resume", "save_interval", "checkpoint.", "cluster.", "evaluation.", "data.held_out_prompts"),
-    *("learner.", "rollout.", "lora.path", "loss.max_disagreement", "kl.share_interval"),
+    *("learner.", "rollout.", "faults.", "lora.path", "loss.max_disagreement", "kl.share_interval"),
     *("model.gradient_checkpointing", "model.keep_attention", "model.compile", "model.stock_forward"),
     *("reward.num_workers", "reward.gpus_per_worker", "reward.runtime_env", "reward.max_batch_tokens"),
     *("reward.max_pending", "reward.timeout_s", "reward.max_failed_share", "watch."),

@@ -67,6 +67,7 @@ FAMILIES = {
         Family("sage_mfu", "Useful operations over the peak of the run's devices.", (), "percentunit"),
         Family("sage_queue_depth", "Videos or groups that wait.", ("queue",)),
         Family("sage_workers", "Actors by role and state.", ("role", "state")),
+        Family("sage_rollout_groups", "Rollout groups that serve, and that are wanted.", ("state",)),
         Family("sage_device_bytes", "Peak of GPU memory; none on CPUs.", ("role",), "bytes"),
         Family("sage_failures", "Failures of the run so far, by kind.", ("kind",)),
         Family("sage_alarms", "Alarms of the run so far, by kind.", ("kind",)),
@@ -108,6 +109,7 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"bytes/(?P<what>.+)", "sage_bytes_moved"),
     (r"(?P<what>publish)/bytes", "sage_bytes_moved"),
     (r"(?:reward_service|failures)/(?P<kind>.+)", "sage_failures"),
+    (r"rollout_pool/(?P<state>serving|wanted)", "sage_rollout_groups"),
 )
 """A metric's name -> its family; the first that fits. Labels are the pattern's groups; "" is not exported."""
 COMPILED = tuple((re.compile(pattern), family) for pattern, family in RULES)

@@ -42,6 +42,7 @@ def small_config(tmp_path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def without_times(metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics of an iteration that a second run repeats: no seconds, and nothing that follows from seconds."""
-    timed = ("pool/", "throughput/", "turns/", "time/")
+    """Metrics of an iteration that a second run repeats: no seconds, nothing that follows from seconds, and not who
+    was replaced."""
+    timed = ("pool/", "throughput/", "turns/", "time/", "rollout_pool/", "failures/")
     return {k: v for k, v in metrics.items() if not k.endswith("_s") and not k.startswith(timed)}

@@ -58,6 +58,7 @@ ROWS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     ),
     "Health": (
         ("workers by state", ("sage_workers",)),
+        ("rollout groups", ("sage_rollout_groups",)),
         ("failures by kind", ("sage_failures",)),
         ("alarms by kind", ("sage_alarms",)),
     ),

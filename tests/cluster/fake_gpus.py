@@ -17,8 +17,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 import actors.cluster
+from actors.learner_group import LearnerGroup
 from actors.places import place_everything, place_of
-from actors.pools import LearnerGroup
 from actors.scored_rollouts import ScoredRollouts
 from actors.wait import wait_all
 from sage_ray.config_load import load_config

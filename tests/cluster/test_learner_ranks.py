@@ -12,7 +12,8 @@ import torch
 from safetensors.numpy import load_file
 
 from actors.cluster import Layout, start_actor
-from actors.pools import LearnerGroup, RolloutPool
+from actors.learner_group import LearnerGroup
+from actors.rollout_pool import RolloutPool
 from actors.rollout_worker import RolloutWorker
 from actors.stored_weights import fetched, stored_bucket
 from sage_ray.config import total_optimizer_steps
@@ -23,6 +24,7 @@ from sage_ray.schedule import sigma_grid
 from sage_ray.training_schedule import training_schedule
 from sage_ray.types import GroupRequest, Prompt
 from sage_ray.weights import unpack
+from tests.cluster.made import end_pool, generate
 from tests.conftest import POLICY
 from tests.small import load_velocity, small_config
 
@@ -71,8 +73,7 @@ def advantages(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def pool(config):
     made = RolloutPool(config, CPU)
     yield made
-    for worker in made.members:
-        ray.kill(worker)
+    end_pool(made)
 
 
 def make_learner(config, num_ranks: int) -> LearnerGroup:
@@ -88,7 +89,7 @@ def test_ranks_equal_one_plain_process(config, pool, num_ranks: int) -> None:
     bitwise on the first iteration."""
     learner = make_learner(config, num_ranks)
     pool.load_weights(learner.publish(0))
-    groups = sorted(pool.generate(requests()), key=lambda g: g.request.group)
+    groups = [made.refs for made in generate(pool, requests())]
     plain = PolicyUpdate(
         load_velocity(POLICY, torch.float32, "cpu"),
         config.loss,
@@ -135,14 +136,14 @@ def test_the_next_rollout_reports_the_learners_digest(config, pool) -> None:
     learner = make_learner(config, 1)
     first = learner.publish(0)
     pool.load_weights(first)
-    groups = sorted(pool.generate(requests()), key=lambda g: g.request.group)
+    groups = [made.refs for made in generate(pool, requests())]
     values, weights = advantages()
     learner.update([g.trajectory for g in groups], values, weights, len(STEPS))
     second = learner.publish(1)
     assert second.digest != first.digest
     pool.load_weights(second)
-    again = list(pool.generate(requests(version=1)))
-    assert {info.weights_digest for info in ray.get([g.info for g in again])} == {second.digest}
+    again = generate(pool, requests(version=1))
+    assert {made.info.weights_digest for made in again} == {second.digest}
     ray.kill(learner.ranks[0])
 
 
@@ -187,13 +188,13 @@ def test_two_ranks_equal_one_with_every_optimizer_and_adapters(tmp_path, kind: s
     for num_ranks in (1, 2):
         learner = make_learner(config, num_ranks)
         pool.load_weights(learner.publish(0))
-        groups = sorted(pool.generate(requests()[:2]), key=lambda g: g.request.group)
+        groups = [made.refs for made in generate(pool, requests()[:2])]
         refs = [g.trajectory for g in groups]
         first = learner.update(refs, values[:2], weights[:2], len(STEPS))
         version = int(first["policy_version"])
         second_pool = learner.publish(version)
         pool.load_weights(second_pool)
-        groups = sorted(pool.generate(requests(version=version)[:2]), key=lambda g: g.request.group)
+        groups = [made.refs for made in generate(pool, requests(version=version)[:2])]
         second = learner.update([g.trajectory for g in groups], values[:2], weights[:2], len(STEPS))
         allowed = 1e-6 if kind == "large_passes" else 0.0
         assert max(first["agreement/max_abs"], second["agreement/max_abs"]) <= allowed
@@ -206,8 +207,7 @@ def test_two_ranks_equal_one_with_every_optimizer_and_adapters(tmp_path, kind: s
         assert learner.saved(wait_s=60) == str(tmp_path / f"checkpoint_{num_ranks}")
         for rank in learner.ranks:
             ray.kill(rank)
-    for worker in pool.members:
-        ray.kill(worker)
+    end_pool(pool)
     (one, *metrics_one), (two, *metrics_two) = results
     assert one.keys() == two.keys()
     assert all(".lora_" in name for name in one) == (kind == "lora")

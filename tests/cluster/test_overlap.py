@@ -20,6 +20,7 @@ from sage_ray.data.prompts import read_prompts
 from sage_ray.metrics import read_lines, read_metrics
 from sage_ray.progress import Progress
 from sage_ray.rollout_log import read_rollouts
+from tests.cluster.made import end_controller
 from tests.cluster.test_resume import Run
 from tests.small import small_config
 
@@ -54,8 +55,8 @@ def run(folder: Path, *overrides: str, slow: bool = False, due: tuple[int, ...] 
     controller = Controller(checked, Layout("cpu", 0, 0, 0), Progress(config.num_iterations), StopRequest())
     pool, looked = controller.rollouts.rollouts, []
     if slow:
-        ray.kill(pool.groups[0].members[0])
-        pool.groups[0] = RolloutGroup((start_actor(SlowWorker, 0, config, "cpu", "slow"),))
+        ray.kill(pool.members[0])
+        pool.staff.seats[0].group = RolloutGroup((start_actor(SlowWorker, 0, config, "cpu", "slow"),))
     controller.start()
 
     def look(iteration: int) -> None:
@@ -67,10 +68,7 @@ def run(folder: Path, *overrides: str, slow: bool = False, due: tuple[int, ...] 
         controller.run_async(look, due.__contains__)
     else:
         controller.run_sync(lambda iteration: None)
-    controller.close()
-    rewards = [worker.actor for worker in controller.rollouts.rewards.workers]
-    for actor in (*pool.members, *rewards, *controller.learner.ranks):
-        ray.kill(actor)
+    end_controller(controller)
     rows = read_rollouts(controller.output / "rollouts")
     versions = {n: {row.policy_version for row in rows if row.iteration == n} for n in range(1, 4)}
     metrics = read_metrics(controller.output / "metrics.jsonl")

@@ -12,8 +12,10 @@ import pytest
 import ray
 
 from actors.cluster import Layout
-from actors.pools import LearnerGroup, RolloutPool
-from actors.publisher import PublishError
+from actors.learner_group import LearnerGroup
+from actors.publisher import PublishError, name_of
+from actors.rollout_pool import RolloutPool
+from tests.cluster.made import end_actors, end_pool
 from tests.small import small_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
@@ -29,14 +31,14 @@ class Ring:
         self.config = small_config(tmp_path, [*own, f"publish.timeout_s={TIMEOUT_S}", *overrides])
         self.learner, self.pool = LearnerGroup(self.config, CPU), RolloutPool(self.config, CPU)
         self.learner.setup()
-        self.learner.publisher.receivers = lambda: self.pool.members
+        self.learner.publisher.receivers = lambda: self.pool.idle_members
 
     def held(self) -> list[tuple[int, str]]:
         return ray.get([m.holds.remote() for m in self.pool.members], timeout=120)
 
     def close(self) -> None:
-        for actor in (*self.learner.ranks, *self.pool.members):
-            ray.kill(actor)
+        end_pool(self.pool)
+        end_actors(self.learner.ranks)
 
 
 @pytest.fixture
@@ -94,12 +96,12 @@ def test_a_killed_receiver_ends_the_publish_and_the_next_one_does_without(ring: 
     with pytest.raises(PublishError, match="publish of version 0: rollout-1.* did not answer"):
         ring.learner.publish(0)
     assert time.monotonic() - start < 2 * (TIMEOUT_S + 10)
-    del ring.pool.groups[1]
-    ((version, _),) = ring.held()
-    assert version == -1
+    ring.pool.replace([name_of(ring.pool.members[1])], "a test")
+    assert len(ring.pool.idle_members) == 1
     again = ring.learner.publish(0)
     ring.pool.load_weights(again)
-    assert ring.held() == [(0, again.digest)]
+    held = ray.get(ring.pool.idle_members[0].holds.remote(), timeout=120)
+    assert held == (0, again.digest)
 
 
 def shift(rank) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -63,6 +63,10 @@ def brightness_service(tmp_path: Path, workers: int, *overrides: str) -> RewardS
     return service
 
 
+def collect(service: RewardService, futures: Sequence[Future[Scores]]) -> list[Scores]:
+    return [service.result(future, "groups") for future in futures]
+
+
 def end(service: RewardService) -> None:
     service.close()
     for worker in service.workers:
@@ -79,7 +83,7 @@ def test_two_hundred_videos_with_one_worker_killed_and_one_hung(tmp_path: Path) 
         for number, video in enumerate(frames)
     ]
     try:
-        scores = service.collect(futures)
+        scores = collect(service, futures)
     finally:
         end(service)
     assert (tmp_path / "hang").exists() and (tmp_path / "die").exists()
@@ -102,12 +106,12 @@ def test_too_many_failures_stop_the_run_with_the_reason(tmp_path: Path) -> None:
     service = brightness_service(tmp_path, 1, "reward.max_failed_share=0.4")
     try:
         one_of_three = [service.score(group(n, "error" if n == 0 else "fine", clips(n)), GROUP_SIZE) for n in range(3)]
-        scores = service.collect(one_of_three)
+        scores = collect(service, one_of_three)
         service.check_failures(scores)
         assert sum(bool(reason) for score in scores for reason in score.reasons) == 4
         half = [service.score(group(n, "error" if n == 0 else "fine", clips(n)), GROUP_SIZE) for n in range(2)]
         with pytest.raises(RuntimeError, match=r"4 of 8 videos .*max_failed_share=0.4.*cannot be scored"):
-            service.check_failures(service.collect(half))
+            service.check_failures(collect(service, half))
     finally:
         end(service)
 
@@ -118,7 +122,7 @@ def test_no_worker_left_fails_everything_in_bounded_time(tmp_path: Path) -> None
     service.config.reward.extra["mine"].kind = "tests.cluster.scorers:Gone"
     try:
         futures = [service.score(group(n, "die" if n == 0 else "fine", clips(n)), GROUP_SIZE) for n in range(3)]
-        scores = service.collect(futures)
+        scores = collect(service, futures)
     finally:
         end(service)
     assert any(reason == "no reward worker is left" for score in scores for reason in score.reasons)
@@ -148,31 +152,18 @@ def test_videoalign_and_truth_in_one_worker(shipped: RewardService) -> None:
 
 
 def test_a_worker_leaves_and_comes_back_and_is_replaced_when_it_dies_meanwhile(shipped: RewardService) -> None:
-    before = shipped.collect([shipped.score(group(0, CAPTION, clips(0, 32)), GROUP_SIZE)])[0]
+    before = collect(shipped, [shipped.score(group(0, CAPTION, clips(0, 32)), GROUP_SIZE)])[0]
     num_bytes = shipped.leave()
     assert num_bytes > 0 and shipped.leave() == 0
     ray.kill(shipped.workers[0].actor)
     shipped.enter()
-    after = shipped.collect([shipped.score(group(1, CAPTION, clips(0, 32)), GROUP_SIZE)])[0]
+    after = collect(shipped, [shipped.score(group(1, CAPTION, clips(0, 32)), GROUP_SIZE)])[0]
     np.testing.assert_array_equal(after.axes, before.axes)
     assert shipped.counts["deaths"] == 1
     assert shipped.leave() == num_bytes  # it waits for the new worker
     shipped.enter()
     shipped.layout = Layout("cuda", 0.5, 0, 0.5)  # beside others on GPUs, a worker on the CPU is in nobody's way
     assert shipped.leave() == 0
-
-
-def test_generation_waits_for_room(tmp_path: Path) -> None:
-    service = brightness_service(tmp_path, 1, "reward.max_pending=8")
-    try:
-        futures = []
-        for number in range(12):
-            futures.append(service.score(group(number, "fine", clips(number)), GROUP_SIZE))
-            service.wait_for_room()
-            assert service.num_pending <= 8
-        assert len(service.collect(futures)) == 12
-    finally:
-        end(service)
 
 
 def test_a_measure_that_fails_costs_no_video(tmp_path: Path) -> None:
@@ -184,7 +175,7 @@ def test_a_measure_that_fails_costs_no_video(tmp_path: Path) -> None:
     try:
         asked = enumerate(("nan", "error"))
         futures = [service.score(group(n, prompt, clips(n, 32)), GROUP_SIZE) for n, prompt in asked]
-        scores = service.collect(futures)
+        scores = collect(service, futures)
         service.check_failures(scores)
     finally:
         end(service)
@@ -203,6 +194,6 @@ def test_an_error_in_the_service_itself_is_told_to_whoever_waits(tmp_path: Path)
     service._start_worker = broken
     try:
         with pytest.raises(RuntimeError, match="the reward service broke: KeyError"):
-            service.collect([service.score(group(0, "die", clips(0)), GROUP_SIZE)])
+            collect(service, [service.score(group(0, "die", clips(0)), GROUP_SIZE)])
     finally:
         service.close()

@@ -9,7 +9,7 @@ import ray
 import torch
 
 from actors.cluster import Layout, start_actor
-from actors.pools import LearnerGroup
+from actors.learner_group import LearnerGroup
 from actors.rollout_worker import RolloutWorker
 from actors.startup_memory import startup_memory
 from sage_ray.memory_report import MemoryPart

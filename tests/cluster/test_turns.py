@@ -15,12 +15,14 @@ from actors.cluster import Layout, start_actor
 from actors.controller import Controller
 from actors.rollout_group import RolloutGroup
 from actors.rollout_worker import RolloutWorker
+from actors.seat import Seat
 from actors.stop import StopRequest
 from sage_ray.checks import CheckedRun
 from sage_ray.data.prompts import read_prompts
 from sage_ray.metrics import read_metrics
 from sage_ray.progress import Progress
 from sage_ray.rollout_log import read_rollouts
+from tests.cluster.made import end_controller
 from tests.small import small_config, without_times
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
@@ -54,13 +56,6 @@ def run(controller: Controller) -> None:
     controller.publish()
 
 
-def end(controller: Controller) -> None:
-    controller.close()
-    rewards = [worker.actor for worker in controller.rollouts.rewards.workers]
-    for actor in (*controller.rollouts.rollouts.members, *rewards, *controller.learner.ranks):
-        ray.kill(actor)
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request, tmp_path_factory) -> Iterator[tuple[Controller, Controller]]:
     """(without turns, with turns and decoding beside denoising)."""
@@ -70,7 +65,7 @@ def pair(request, tmp_path_factory) -> Iterator[tuple[Controller, Controller]]:
         run(controller)
     yield made[0], made[1]
     for controller in made:
-        end(controller)
+        end_controller(controller)
 
 
 def numbers(controller: Controller) -> list[dict[str, float]]:
@@ -118,7 +113,9 @@ def test_a_worker_that_drifts_stops_the_run_and_is_named(pair) -> None:
     controller = pair[0]
     pool, digest = controller.rollouts.rollouts, controller.rollouts.digest
     drifting = start_actor(DriftingWorker, 0, controller.config, "cpu", "rollout-1")
-    pool.groups.append(RolloutGroup((drifting,)))
+    seat = Seat(1, RolloutGroup((drifting,)), pool.clock, pool.staff.busy)
+    pool.staff.seats.append(seat)
+    pool.loop.call(pool.staff.admitted, seat)
     controller.publish()
     with pytest.raises(ray.exceptions.RayTaskError) as caught:
         controller.step(2)

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import pytest
 import ray
 
-from actors.wait import WaitTimeoutError, wait_all, wait_future, wait_some
+from actors.wait import WaitTimeoutError, wait_all, wait_future
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -38,7 +38,7 @@ def test_a_wait_ends_and_names_need_and_have() -> None:
     refs = [sleeper.remote(0.0), sleeper.remote(30.0)]
     ray.get(refs[0])
     with pytest.raises(WaitTimeoutError, match="waited 1 s for two sleepers: 1 of 2 done"):
-        wait_some(refs, 2, "two sleepers", 1.0)
+        wait_all(refs, "two sleepers", 1.0)
     ray.cancel(refs[1], force=True)
 
 

@@ -1,7 +1,7 @@
 """`ray up` for real: on machines that are there, and on a cloud that makes them. make test-cluster runs it, as root.
 
 The machines are its namespaces (hosts.sh), so that Ray, SSH, power cuts and cable cuts are real. Not covered: the
-loss of a machine with a learner rank or a rollout worker, which ends a run (it goes on with resume=auto).
+loss of the machine with the driver, which ends with its cluster (resume=auto goes on).
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def on_hosts(content: dict[str, Any], laptop: Laptop, name: str) -> dict[str, An
 
 
 def test_machines_that_are_there(laptop: Laptop, tmp_path: Path) -> None:
-    """deploy/onprem.yaml on three hosts: up, a run, power cut, cable cut, the run's end, down."""
+    """deploy/onprem.yaml on three hosts: up, a run whose rollout and reward workers are on two of them, power cut,
+    cable cut, the run's end, down."""
     for host in (1, 2, 3):
         laptop.hosts("add", host)
     content = on_hosts(read(ROOT / "deploy" / "onprem.yaml"), laptop, "onprem")
@@ -82,23 +83,26 @@ def test_machines_that_are_there(laptop: Laptop, tmp_path: Path) -> None:
     with pytest.raises(requests.exceptions.ConnectionError):
         requests.get(f"http://{address(1)}:8265", timeout=5)  # the dashboard listens on the head's 127.0.0.1 only
 
-    roles = "cluster.node_roles={learner: learner, rollout: learner, reward: rollout}"
-    words = [*RUN, roles, "reward.num_workers=2", "num_iterations=40", "output_dir=/root/runs/one"]
+    roles = "cluster.node_roles={learner: learner, rollout: rollout, reward: rollout}"
+    words = [*RUN, roles, "rollout.num_workers=2", "reward.num_workers=2", "num_iterations=60", "faults.hung_min_s=20"]
+    words += ["output_dir=/root/runs/one"]
     run = laptop.launch("submit", "--address", url, "--job", "one", *words)
-    until(lambda: run.says("iteration 2/40: update"), "logs of the second iteration")
+    until(lambda: run.says("iteration 2/60: update"), "logs of the second iteration")
     laptop.hosts("power-off", 2)
     until(lambda: nodes(laptop, url) == [address(1), address(3)], "a dead node")
     laptop.hosts("boot", 2)
     until(lambda: nodes(laptop, url) == [address(i) for i in (1, 2, 3)], "the node that came back empty")
-    assert not run.says("iteration 40/40"), "\n".join(run.lines[-20:])
+    assert not run.says("iteration 60/60"), "\n".join(run.lines[-20:])
     laptop.hosts("cut", 3)
     until(lambda: nodes(laptop, url) == [address(1), address(2)], "a node without its cable")
     laptop.hosts("heal", 3)
     assert run.ended(240) == 0, "\n".join(run.lines[-40:])
     assert run.says("job one ended with exit code 0") and laptop.token not in "\n".join(run.lines)
     metrics = [json.loads(line) for line in laptop.ssh(1, "cat /root/runs/one/metrics.jsonl").splitlines()]
-    assert metrics[-1]["step"] == 40 and metrics[-1]["reward_service/deaths"] >= 1
-    assert metrics[-1]["reward/failed"] == 0
+    assert [line["step"] for line in metrics] == list(range(1, 61))
+    faults = {name: metrics[-1][name] for name in metrics[-1] if name.startswith(("failures/", "reward_service/"))}
+    assert faults["failures/rollout_deaths"] + faults["failures/rollout_hung"] >= 1, faults
+    assert sum(line["reward/failed"] for line in metrics) == 0
     table = laptop.launch("status", "--address", url)
     assert table.ended(60) == 0 and table.says("SUCCEEDED")
 
@@ -131,7 +135,7 @@ def cloud_file(laptop: Laptop, endpoint: str) -> dict[str, Any]:
 
 def test_a_cloud_that_makes_them(laptop: Laptop, tmp_path: Path) -> None:
     """cluster.yaml with a cloud of hosts: the head and the learner's node come first, rollout nodes when a run asks for
-    them, and go when they are idle; the run has waited for them."""
+    them, and go when they are idle; the run has waited for them. One more comes when the run is scaled up."""
     server = laptop.start(sys.executable, str(SCRIPT.with_name("cloud.py")), str(SCRIPT), f"{NETWORK}.1", "9777")
     until(lambda: server.process.poll() is None, "the cloud")
     file = write(tmp_path / "cloud.yaml", cloud_file(laptop, f"http://{NETWORK}.1:9777"))
@@ -139,9 +143,16 @@ def test_a_cloud_that_makes_them(laptop: Laptop, tmp_path: Path) -> None:
     url = laptop.forward(file)
     until(lambda: len(nodes(laptop, url)) == 2, "head and learner")
     words = [*RUN, "cluster.grows=true", "cluster.node_roles={learner: learner, rollout: rollout, reward: rollout}"]
-    run = laptop.launch("submit", "--address", url, *words, "num_iterations=2", "output_dir=/root/run")
+    run = laptop.launch("submit", "--address", url, *words, "num_iterations=60", "output_dir=/root/run")
     until(lambda: len(nodes(laptop, url)) == 3, "a rollout node for the run")
-    assert run.ended(240) == 0, "\n".join(run.lines[-40:])
+    until(lambda: run.says("iteration 2/60"), "the second iteration")
+    scale = laptop.launch("submit", "--address", url, "scale", "2")
+    start_s = until(lambda: run.says("rollout groups: 2 from now on"), "the run to take the request")
+    node_s = until(lambda: len(nodes(laptop, url)) == 4, "a second rollout node")
+    joined_s = until(lambda: run.says("has joined, 2 of 2 serve"), "the newcomer's admission")
+    print(f"after {start_s:.1f} s demand; a node after {node_s:.1f} s more, admitted after {joined_s:.1f} s more")
+    assert scale.ended(60) == 0, "\n".join(scale.lines)
+    assert run.ended(300) == 0, "\n".join(run.lines[-40:])
     until(lambda: len(nodes(laptop, url)) == 2, "the idle rollout node is given back")
     laptop.ray("down", "-y", "--no-config-cache", str(file))
     until(lambda: not list(laptop.hosts_folder.glob("*/process")), "every machine is given back")

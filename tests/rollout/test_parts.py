@@ -40,6 +40,22 @@ def test_the_learner_replays_the_bits_of_a_part(tmp_path, size: int, guided: tup
         assert torch.equal(learner._replay(one)[0].detach(), one.rollout_log_prob)
 
 
+def test_a_worker_replays_its_bits_and_tells_other_weights(tmp_path) -> None:
+    """Whole groups and parts, guided; log-probs of its own noise would tell nothing, as they depend on nothing else."""
+    for words in ((), ("learner.videos_per_pass=2", *GUIDED)):
+        made = worker(tmp_path, *words)
+        trajectory = made.generate(*requests(1))[0]
+        assert made.disagreement(trajectory) == 0.0
+        with torch.no_grad():
+            made.model.velocity.transformer.proj_out.weight[0, 0] += 0.05
+        assert np.allclose(made.generate(*requests(1))[0].log_probs, trajectory.log_probs, atol=1e-6)
+        assert made.disagreement(trajectory) > 1e-4
+        assert made.disagreement(replace(trajectory, log_probs=trajectory.log_probs * np.nan)) == np.inf
+        with pytest.raises(RuntimeError, match="version 0 is to be replayed, 7 is here"):
+            made.version = 7
+            made.disagreement(trajectory)
+
+
 def test_parts_change_nothing_but_rounding_and_groups_go_one_by_one(tmp_path) -> None:
     whole, parts = worker(tmp_path), worker(tmp_path, "learner.videos_per_pass=2")
     expected, answer = whole.generate(*requests()), parts.generate(*requests())

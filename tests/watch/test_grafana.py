@@ -87,6 +87,9 @@ def test_every_family_is_fed_by_a_rule_or_by_hand() -> None:
         ("publish/bytes", "sage_bytes_moved", {"what": "publish"}),
         ("bytes/frames", "sage_bytes_moved", {"what": "frames"}),
         ("reward_service/deaths", "sage_failures", {"kind": "deaths"}),
+        ("failures/rollout_hung", "sage_failures", {"kind": "rollout_hung"}),
+        ("rollout_pool/serving", "sage_rollout_groups", {"state": "serving"}),
+        ("rollout_pool/joined", None, {}),
         ("frames/brightness", None, {}),
     ],
 )

@@ -6,7 +6,6 @@ import types
 from pathlib import Path
 
 import pytest
-import ray
 
 from actors.controller import Controller
 from actors.layout import Layout
@@ -17,6 +16,7 @@ from sage_ray.data.prompts import read_prompts
 from sage_ray.metrics import read_lines
 from sage_ray.progress import Progress
 from sage_ray.structured_log import read_log
+from tests.cluster.made import end_controller
 from tests.small import small_config
 
 
@@ -50,16 +50,13 @@ def test_a_run_whose_page_and_clocks_cannot_be_written_goes_on(tmp_path: Path) -
     controller = Controller(run, Layout("cpu", 0, 0, 0), Progress(1), StopRequest())
     folder = tmp_path / "run"
     (folder / "run.html" / "in the way").mkdir(parents=True)
-    controller.telemetry.actors._file.close()
+    (folder / "actors.jsonl").mkdir()
     try:
         controller.start()
         controller.run_sync(lambda iteration: None)
     finally:
         controller.close()
-        controller.close()
-        rewards = [worker.actor for worker in controller.rollouts.rewards.workers]
-        for actor in (*controller.rollouts.rollouts.members, *rewards, *controller.learner.ranks):
-            ray.kill(actor)
+        end_controller(controller)
     (line,) = read_lines(folder / "metrics.jsonl")
     assert line["throughput/videos_per_s"] > 0 and line["policy_version"] == 1
     told = [one for one in read_log(folder) if one["level"] == "WARNING" and "could not be written" in one["message"]]
