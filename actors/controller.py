@@ -199,7 +199,7 @@ class Controller:
                 return {number: refs.trajectory for number, refs in found.items()}
             self.progress.message(f"warning: the trajectories of groups {missing} are lost and made again")
             again = self.rollouts.make_again([found[number] for number in missing])
-            found |= zip(missing, again, strict=True)
+            found |= {number: refs.without_frames() for number, refs in zip(missing, again, strict=True)}
         raise RuntimeError(f"trajectories of groups {missing} were lost {TRIES} times")
 
     def save(self) -> None:

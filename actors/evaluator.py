@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import ray
 
-from actors.scored_rollouts import Rollout, ScoredRollouts
+from actors.rollout_group import GroupRefs
+from actors.scored_rollouts import TRIES, Rollout, ScoredRollouts
 from actors.wait import wait_all
 from sage_ray.checks import CheckedRun
 from sage_ray.contact_sheet import NUM_FRAMES
@@ -101,18 +102,27 @@ class Evaluator:
         """Write the previews, one video in memory at a time."""
         previews = []
         for number, place in enumerate(preview_places(len(rollout.groups))):
-            (video,) = wait_all([_first_video.remote(rollout.groups[place].frames)], "a preview", FETCH_S)
+            video = self._first_video(rollout.groups[place])
             file = f"videos/{folder}/{which}_{number:02d}.mp4"
             write_video(self.output / file, video, self.config.sampling.fps, max(1, SMALL_WIDTH // video.shape[1]))
             previews.append(Preview(place, file, _some_frames(video) if keep_frames else None))
         return tuple(previews)
+
+    def _first_video(self, refs: GroupRefs) -> np.ndarray:
+        """Of a group, which is made again when its frames are lost."""
+        for _ in range(TRIES):
+            try:
+                return wait_all([_first_video.remote(refs.frames)], "a preview", FETCH_S)[0]
+            except ray.exceptions.ObjectLostError:
+                (refs,) = self.source.make_again([refs])
+        raise RuntimeError(f"frames of evaluated group {refs.request.group} were lost {TRIES} times")
 
 
 def _some_frames(video: np.ndarray) -> np.ndarray:
     return video[np.linspace(0, len(video) - 1, NUM_FRAMES).round().astype(int)]
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, max_retries=0)
 def _first_video(frames: np.ndarray) -> np.ndarray:
     """The first video of a group, so that the driver fetches one video and not the group."""
     return np.array(frames[0])

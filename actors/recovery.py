@@ -62,6 +62,6 @@ def _go_back(controller: Controller, iteration: int) -> None:
     controller.metrics.close()
     cut_files(controller.output, iteration)
     controller.metrics = MetricsWriter(controller.output, iteration + 1)
-    controller.finished = iteration
+    controller.finished = controller.progress.finished = iteration
     controller.read_past()
     controller.progress.message(f"going on after iteration {iteration}")

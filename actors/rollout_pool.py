@@ -24,7 +24,7 @@ from actors.seat import TASKS_AT_ONCE, Seat, SeatLostError, is_loss
 from actors.stop import ENDS, reason
 from actors.task_board import Made, Task, TaskBoard
 from actors.uptime import Uptime
-from actors.wait import wait_all, wait_async
+from actors.wait import wait_async
 from sage_ray.config import Config
 from sage_ray.types import GroupRequest
 
@@ -84,12 +84,25 @@ class RolloutPool:
     def leave(self) -> int:
         """All weights wait on the host; bytes freed on the devices."""
         self._away = True
-        return sum(wait_all([m.leave.remote() for m in self.members], "rollout workers to leave", self.timeout_s))
+        return sum(self.loop.run(self._ask_all("leave"), "rollout workers to leave", self.timeout_s))
 
     def enter(self) -> None:
         """All weights come back."""
-        wait_all([m.enter.remote() for m in self.members], "rollout workers to come back", self.timeout_s)
+        self.loop.run(self._ask_all("enter"), "rollout workers to come back", self.timeout_s)
         self._away = False
+
+    async def _ask_all(self, verb: str) -> list[int]:
+        """Answers of all actors; groups that give none are lost."""
+        answers = await asyncio.gather(*(self._ask(seat, verb) for seat in list(self.staff.seats)))
+        return [answer for some in answers for answer in some]
+
+    async def _ask(self, seat: Seat, verb: str) -> list[int]:
+        asked = [getattr(member, verb).remote() for member in seat.group.members]
+        try:
+            return await seat.unless_lost(wait_async(asked, f"{seat.name} to {verb}", self.timeout_s))
+        except ENDS as error:
+            self.staff.lose(seat, "deaths" if is_loss(error) else "errors", reason(error))
+            return []
 
     def load_weights(self, publication: Publication) -> None:
         """Give every group that has no task a version, at once; the others take it with their next task."""
@@ -230,7 +243,7 @@ class RolloutPool:
     async def _admit(self, seat: Seat) -> None:
         """A newcomer loads the current weights, and serves as soon as it may."""
         if self._away:
-            await wait_async([m.leave.remote() for m in seat.group.members], f"{seat.name} to leave", self.timeout_s)
+            await self._ask(seat, "leave")
         elif self.current is not None and (error := await self._hold(seat, self.current)) is not None:
             if not isinstance(error, PublishError):
                 self.staff.lose(seat, "deaths", reason(error))

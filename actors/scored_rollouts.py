@@ -141,11 +141,11 @@ class ScoredRollouts:
         return rollout
 
     def make_again(self, groups: Sequence[GroupRefs]) -> list[GroupRefs]:
-        """Groups whose trajectories were lost, bit for bit."""
+        """Groups of which something was lost, bit for bit."""
         making = [self._again(refs) for refs in groups]
         what = f"{len(groups)} lost groups to be made again"
         made = [wait_future(one, what, self.config.rollout.timeout_s) for one in making]
-        return [one.refs.without_frames() for one in made]
+        return [one.refs for one in made]
 
     def check_scores(self, scores: Sequence[Scores], infos: Sequence[GroupInfo]) -> None:
         """Raises: RuntimeError when too many videos failed (reward.max_failed_share), or none has a reward."""

@@ -6,11 +6,13 @@ Each kind of fault by itself: tests/chaos_matrix.py.
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from actors.controller import Controller
+from actors.reward_service import FramesLostError
 from tests.cluster.troubles import (
     BrokenScorer,
     BrokenWorker,
@@ -55,11 +57,32 @@ def test_workers_that_are_killed_and_one_that_hangs(undisturbed: Ended, tmp_path
     assert without_counts(ended).is_as(without_counts(undisturbed))
 
 
+def lose_some(controller: Controller) -> None:
+    """The first iteration's groups 1 and 3 are in no object store when the learner looks, and neither are the frames of
+    the first group that is to be scored."""
+    missing, score, lost = controller.learner.missing, controller.rollouts.rewards.score, ["frames", "trajectories"]
+
+    def missing_once(trajectories):
+        return [1, 3] if lost and lost.pop() else missing(trajectories)
+
+    def lost_once(refs, group_size):
+        if "frames" not in lost:
+            return score(refs, group_size)
+        lost.remove("frames")
+        failed = Future()
+        failed.set_exception(FramesLostError("nowhere"))
+        return failed
+
+    controller.learner.missing, controller.rollouts.rewards.score = missing_once, lost_once
+
+
 def test_nothing_finite_and_a_killed_learner(undisturbed: Ended, tmp_path: Path) -> None:
-    """A rollout and a reward worker make nothing but nan. The learner is killed in its third update and goes on from
-    its checkpoint (that of the second may not have been whole yet); what it was to learn from is not made again."""
+    """Frames and trajectories are lost. A rollout and a reward worker make nothing but nan. The learner is killed in its
+    third update and goes on from its checkpoint (that of the second may not have been whole yet); what it was to learn
+    from is not made again."""
     with odd_actors({"rollout-0": BrokenWorker, "reward-0": BrokenScorer}):
-        ended = run(tmp_path, trouble=killed("learner-0"), iteration=3)
+        ended = run(tmp_path, trouble=killed("learner-0"), iteration=3, before=lose_some)
+    assert told(ended, "the trajectories of groups [1, 3] are lost")
     assert told(ended, "rollout-0 is replaced (faulty)")
     assert told(ended, "the learner is lost", "started again from", "version_00000")
     assert told(ended, "iteration 3 learns from the rollouts that were kept")
