@@ -77,9 +77,9 @@ def lose_some(controller: Controller) -> None:
 
 
 def test_nothing_finite_and_a_killed_learner(undisturbed: Ended, tmp_path: Path) -> None:
-    """Frames and trajectories are lost. A rollout and a reward worker make nothing but nan. The learner is killed in its
-    third update and goes on from its checkpoint (that of the second may not have been whole yet); what it was to learn
-    from is not made again."""
+    """Frames and trajectories are lost. A rollout and a reward worker make nothing but nan. The learner is killed in
+    its third update and goes on from its checkpoint (that of the second may not have been whole yet); what it was to
+    learn from is not made again."""
     with odd_actors({"rollout-0": BrokenWorker, "reward-0": BrokenScorer}):
         ended = run(tmp_path, trouble=killed("learner-0"), iteration=3, before=lose_some)
     assert told(ended, "the trajectories of groups [1, 3] are lost")
