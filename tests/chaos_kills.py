@@ -26,7 +26,7 @@ from actors.controller import Controller
 from tests.cluster.troubles import Ended, process_of, run
 
 WORDS = """learner.num_ranks=2 publish.transport=collective publish.timeout_s=20 save_interval=1
-checkpoint.keep_last=2 reward.num_workers=1""".split()
+checkpoint.keep_last=2 reward.num_workers=1 faults.hung_min_s=60""".split()
 WITHIN_S = {"publish": 0.08, "update": 1.0}
 """A kill comes at a random moment in so many seconds: about as long as it takes on two cores."""
 

@@ -59,14 +59,14 @@ def test_a_checkpoint_that_fails_is_told_and_the_last_one_ends_the_run() -> None
 
     told = []
     controller = types.SimpleNamespace(
-        _staged="version_000002",
+        staged="version_000002",
         checkpoint="version_000001",
         learner=types.SimpleNamespace(saved=saved),
         progress=types.SimpleNamespace(message=told.append),
     )
     Controller.look_at_save(controller)
     assert len(told) == 1 and "the run goes on" in told[0] and "No space left on device" in told[0]
-    assert controller.checkpoint == controller._staged == "version_000001"
-    controller._staged = "version_000003"
+    assert controller.checkpoint == controller.staged == "version_000001"
+    controller.staged = "version_000003"
     with pytest.raises(CheckpointError):
         Controller.look_at_save(controller, wait_s=1, must=True)
