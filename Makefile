@@ -32,11 +32,6 @@ chaos: .venv/installed
 
 chaos-matrix: .venv/installed
 	$(BIN)/python -m tests.chaos_matrix $(ARGS)
-	$(BIN)/python -m tests.chaos_kills publish --kills 50 $(ARGS)
-	$(BIN)/python -m tests.chaos_kills update --kills 50 $(ARGS)
-
-chaos-matrix: .venv/installed
-	$(BIN)/python -m tests.chaos_matrix $(ARGS)
 
 publishes: .venv/installed
 	$(BIN)/python -m tests.publishes --count 50 $(ARGS)

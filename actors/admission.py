@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import ray
+
 from actors.membership import Membership
 from actors.publisher import PublishError
 from actors.seat import Seat, is_loss
@@ -42,26 +44,29 @@ class Admission:
     async def _may_serve(self, seat: Seat) -> bool:
         """After the next group that is made, or half a second: whether it is replayed as it was made. None is needed
         where nobody serves, or where those who do cannot make what waits."""
-        if not self.staff.serving or seat.is_lost or seat.leaves or self._somebody_else_is_needed():
+        if not self.staff.serving or seat.is_lost or seat.leaves or self.somebody_else_is_needed():
             return True
         group = self._newcomers[seat] = asyncio.get_running_loop().create_future()
         await asyncio.wait([group], timeout=LOOK_S)
         del self._newcomers[seat]
         return group.done() and await self._is_alike(seat, *group.result())
 
-    def _somebody_else_is_needed(self) -> bool:
+    def somebody_else_is_needed(self) -> bool:
+        """Whether some task may be made by nobody who serves."""
         serving = self.staff.serving
         return any(not any(seat.may_make(task) for seat in serving) for task in self.board.waiting())
 
     async def _is_alike(self, seat: Seat, task: Task, made: Made) -> bool:
         """A newcomer that replays otherwise, or not at all, is lost."""
         try:
-            async with seat.holding(task.publication, self.config.publish.timeout_s):
+            async with seat.holding(task.publication, self.config.cluster.start_timeout_s):
                 asked = [member.disagreement.remote(made.refs.trajectory) for member in seat.group.members]
                 replaying = wait_async(asked, f"{seat.name} to replay a group", self.config.cluster.start_timeout_s)
                 difference = (await seat.unless_lost(replaying))[0]
         except PublishError:
             seat.unheard.add(task.publication.token)
+            return False
+        except ray.exceptions.ObjectLostError:  # gone with who made it
             return False
         except ENDS as error:
             self.staff.lose(seat, "deaths" if is_loss(error) else "errors", reason(error))

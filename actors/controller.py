@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from actors.recovery import recover
 from actors.rollout_group import GroupRefs
 from actors.scored_rollouts import Rollout, ScoredRollouts
 from actors.startup_memory import startup_memory
-from actors.stop import StopRequest, reason
+from actors.stop import ENDS, StopRequest, reason
 from actors.telemetry import Telemetry
 from actors.turns import Turns
 from sage_ray.advantage import Advantages, Normalisation, axis_advantages, group_advantages
@@ -78,6 +79,7 @@ class Controller:
         self.finished, self.version, self.rebuilds = self.resume.iteration, 0, 0
         self.checkpoint = self.staged = self.resume.checkpoint.path if self.resume.checkpoint else ""
         self._kept: dict[int, Rollout] = {}
+        self._reached = self.finished
 
     def read_past(self) -> None:
         """What the run has written before tells whether it diverges, and how it began."""
@@ -176,7 +178,11 @@ class Controller:
             self.turns.learn()
             publication = self.publication(average)
             self.turns.generate()
-            self.rollouts.load(publication)
+            try:
+                self.rollouts.load(publication)
+            except ENDS as error:
+                self.learner.raise_if_lost(error)
+                raise
 
     def publication(self, average: bool = False) -> Publication:
         """Publish the learner's weights to the workers that are idle; who does not take them is replaced."""
@@ -256,6 +262,7 @@ class Controller:
         kept = self._kept.pop(iteration, None)
         if kept is not None and kept.digest == self.published.digest:
             self.progress.message(f"iteration {iteration + 1} learns from the rollouts that were kept")
+            kept = replace(kept, groups=[replace(group, publication=self.published) for group in kept.groups])
         else:
             made = self.rollouts.roll_out(self.requests(iteration, self.version))
             kept = Rollout([group.without_frames() for group in made.groups], made.infos, made.scores)
@@ -292,7 +299,9 @@ class Controller:
         self.metrics.write(iteration + 1, metrics)
         self.progress.iteration(iteration + 1, metrics)
         self.telemetry.iteration(iteration + 1, metrics)
-        self.finished, self.rebuilds = iteration + 1, 0
+        self.finished = iteration + 1
+        if self.finished > self._reached:  # what is only made again is no progress
+            self._reached, self.rebuilds = self.finished, 0
         self._kept.pop(iteration, None)
 
     def _phase(self, name: str, times: dict[str, float]):

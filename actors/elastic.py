@@ -65,10 +65,12 @@ class Elastic:
         if self._looks % EVERY:
             return
         try:
-            asked = scale.desired_workers()
-        except (ray.exceptions.RayError, RuntimeError) as error:  # Ray's head may come back
+            self._look_at_wish()
+        except (ray.exceptions.RayError, RuntimeError, OSError) as error:  # Ray's head may come back
             logger.warning("no news of launch.py scale: %s", error)
-            return
+
+    def _look_at_wish(self) -> None:
+        asked = scale.desired_workers()
         if asked is not None and asked != self._asked:
             self._asked = asked
             most = self.config.rollout.max_workers or asked

@@ -24,7 +24,7 @@ from sage_ray.config_check import dp_degree
 from sage_ray.group_batch import split_groups
 from sage_ray.group_chunks import Chunk
 
-DEATH_S = 5.0
+DEATH_S, ALONE_S = 20.0, 2.0
 """A rank whose call failed may have failed because another one has died, which Ray tells within this time."""
 
 
@@ -64,11 +64,15 @@ class LearnerGroup:
         """End what is left of the group and start it again, with the policy that the run began with; the number of
         trainable parameters."""
         receivers = self.publisher.receivers
-        for rank in self.ranks:
-            cluster.end_actor(rank)
+        self.end()
         self._start()
         self.publisher.receivers = receivers
-        return self.setup()
+        return self._timed("setup", lambda _: self.setup())
+
+    def end(self) -> None:
+        """End the ranks, whatever they do; those that have ended too."""
+        for rank in self.ranks:
+            cluster.end_actor(rank)
 
     def leave(self) -> int:
         """Everything that the ranks keep waits on the host; bytes freed on the devices."""
@@ -83,7 +87,7 @@ class LearnerGroup:
         numbers, sp_size, dp = sorted(trajectories), self.config.learner.sp_size, dp_degree(self.config)
         shares = [numbers[rank // sp_size :: dp] for rank in range(len(self.ranks))]
         refs = [
-            rank.missing.remote(share, [trajectories[number] for number in share], self.config.faults.hung_min_s)
+            rank.missing.remote(share, [trajectories[number] for number in share], self.config.faults.hung_min_s / 2)
             for rank, share in zip(self.ranks, shares, strict=True)
         ]
         found = self._wait("missing", refs, f"the learner to look for {len(numbers)} trajectories")
@@ -150,14 +154,17 @@ class LearnerGroup:
         Raises: CheckpointError, WaitTimeoutError.
         """
         refs = [rank.saved.remote(wait_s > 0) for rank in self.ranks]
-        try:
-            return wait_all(refs, "a checkpoint to be written", wait_s or self.timeout_s)[0]
-        except ray.exceptions.RayActorError as error:
-            raise self._lost("saved", error) from error
+        what = "a checkpoint to be written"
+        return self._timed("be saved", lambda bound_s: wait_all(refs, what, wait_s or bound_s))[0]
 
     def load(self, place: str) -> int:
         """Go on from a complete checkpoint; the policy version."""
         return self._ask("load", f"checkpoint {place}", place)[0]
+
+    def raise_if_lost(self, error: BaseException) -> None:
+        """Raises: LearnerLostError when an error elsewhere is one because a rank has died, and its weights with it."""
+        if self._somebody_is_dead():
+            raise LearnerLostError(f"the learner is lost: {reason(error)}") from error
 
     def _ask(self, verb: str, what: str, *arguments: Any) -> list[Any]:
         return self._wait(verb, [getattr(rank, verb).remote(*arguments) for rank in self.ranks], what)
@@ -193,7 +200,7 @@ class LearnerGroup:
 
     def _somebody_is_dead(self) -> bool:
         """Whether a rank has died just now. One alone that raised an error has not."""
-        deadline = time.monotonic() + (DEATH_S if len(self.ranks) > 1 else 0.0)
+        deadline = time.monotonic() + (DEATH_S if len(self.ranks) > 1 else ALONE_S)
         while not (dead := any(map(is_dead, self.ranks))) and time.monotonic() < deadline:
             time.sleep(0.2)
         return dead

@@ -52,6 +52,7 @@ class Membership:
         self.losses, self.last_loss = 0, ""
         self.tell: Callable[[str], None] = logger.warning
         self.failed: Callable[[BaseException], None] = lambda error: None
+        self.broke: Callable[[BaseException], None] = lambda error: None
         self._joining: dict[int, asyncio.Task[None]] = {}
         self._doing: set[asyncio.Task[None]] = set()
         self.seats = [Seat(n, start_group(config, layout, n), clock, self.busy) for n in range(self.wanted)]
@@ -113,28 +114,33 @@ class Membership:
         self.tell(f"warning: {seat.name} is replaced ({kind}): {words}")
         self.begin(self._bury(seat, stuck))
         self._serving_changed()
-        if self.losses > self.config.faults.max_losses:
+        self._look_at_losses()
+        self.fill()
+
+    def _look_at_losses(self) -> None:
+        """All may be lost at once, with their nodes; when those who follow are lost too, the run ends."""
+        most = self.config.faults.max_losses
+        if self.losses > most + self.wanted:
             self.failed(
                 RuntimeError(
-                    f"{self.losses} rollout workers were lost and no task was finished (faults.max_losses="
-                    f"{self.config.faults.max_losses}); the last one was {self.last_loss}"
+                    f"{self.losses} rollout workers were lost and no task was finished (faults.max_losses={most} more "
+                    f"than the {self.wanted} that are wanted); the last one was {self.last_loss}"
                 )
             )
-            return
-        self.fill()
 
     async def look_at_nodes(self) -> None:
         """Groups on nodes that are about to go are replaced by others elsewhere, and end after the tasks they have."""
         try:
             leaving = await asyncio.to_thread(cluster_state.get_draining_nodes)
+            if leaving:
+                for seat in self.seats:
+                    seat.nodes = seat.nodes or seat.group.nodes()
         except ray.exceptions.RayError as error:  # Ray's head may come back
             logger.warning("no news of the nodes: %s", error)
             return
         if not leaving:
             return
         for seat in [one for one in self.seats if not one.leaves]:
-            if not seat.nodes:
-                seat.nodes = await asyncio.to_thread(seat.group.nodes)
             if seat.nodes & leaving.keys():
                 self.counts["drained"] += 1
                 self.tell(f"{seat.name} leaves: its node is drained")
@@ -152,7 +158,7 @@ class Membership:
         self._doing.discard(done)
         if not done.cancelled() and (error := done.exception()) is not None:
             logger.error("the rollout pool broke", exc_info=error)
-            self.failed(error)
+            self.broke(error)
 
     async def _join(self, number: int) -> None:
         """Start a group and bring it to where it serves; another try follows one that failed."""
@@ -180,21 +186,21 @@ class Membership:
             self.counts["joined"] += 1
             await self._admit(seat)
             return
-        if self.losses > self.config.faults.max_losses:
-            self.failed(RuntimeError(f"no rollout worker comes up; {self.last_loss}"))
-        else:
-            self.fill()
+        self._look_at_losses()
+        self.fill()
 
     def _give_up(self, number: int, group: RolloutGroup | None) -> None:
-        self._joining.pop(number, None)
+        if self._joining.get(number) is asyncio.current_task():
+            del self._joining[number]
         if group is not None:
             end_group(group, self.config, number, gives_place_back=True)
 
     async def _bury(self, seat: Seat, stuck: bool) -> None:
-        if stuck:
-            for words in await asyncio.to_thread(stacks_of, seat.group.members):
+        try:
+            for words in await asyncio.to_thread(stacks_of, seat.group.members) if stuck else ():
                 logger.warning("%s", words)
-        end_group(seat.group, self.config, seat.number, gives_place_back=False)
+        finally:
+            end_group(seat.group, self.config, seat.number, gives_place_back=False)
 
     def _end(self, seat: Seat) -> None:
         self.seats.remove(seat)

@@ -19,6 +19,7 @@ import ray
 from actors.rollout_feed import RolloutFeed
 from actors.scored_group import ScoredGroup
 from actors.scored_rollouts import Rollout, as_rollout
+from actors.stop import ENDS
 from sage_ray.advantage import Advantages
 from sage_ray.busy_share import BusyShare
 from sage_ray.group_chunks import Chunk, chunks_of
@@ -52,7 +53,11 @@ class OverlapLoop:
         try:
             done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
             for side in done:
-                side.result()
+                try:
+                    side.result()
+                except ENDS as error:
+                    loop.learner.raise_if_lost(error)
+                    raise
         finally:
             for side in sides:
                 side.cancel()
@@ -136,6 +141,7 @@ class OverlapLoop:
         if self.controller.stop.requested is None:
             with self._clock("publish"):
                 publication = await asyncio.to_thread(self.controller.publication)
+                self.controller.rollouts.rollouts.current = publication  # newcomers load it
             await self.feed.publish(finished, publication)
 
     def _advantages(self, numbers: Sequence[int], scored: Sequence[ScoredGroup]) -> Advantages:

@@ -186,7 +186,10 @@ class _Late:
 
     def __call__(self) -> Parts:
         if not self.parts:
-            made = self.store()
+            try:
+                made = self.store()
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                raise PublishError(f"weights with digest {self.digest} are gone with the learner: {error}") from error
             if made.digest != self.digest:
                 raise PublishError(f"version {made.version} with digest {self.digest} is gone: the learner has gone on")
             self.parts = made.parts
@@ -195,7 +198,7 @@ class _Late:
 
 def name_of(member: Handle) -> str:
     """The name that `start_actor` gave, else the id."""
-    names = [name for name, handle in started.items() if handle == member]
+    names = [name for name, handle in list(started.items()) if handle == member]
     return names[0] if names else actor_key(member)[:12]
 
 

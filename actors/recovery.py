@@ -36,6 +36,7 @@ def recover(controller: Controller, error: LearnerLostError) -> None:
 
 
 def _start_again(controller: Controller, error: LearnerLostError) -> None:
+    controller.learner.end()  # what is left of it may still write a checkpoint
     found = _newest(controller)
     place = found.path if found else "the start, nothing was saved yet"
     controller.progress.message(f"warning: {error}; it is started again from {place}")

@@ -141,9 +141,8 @@ class RewardService:
         async with worker.busy:
             try:
                 return await asyncio.wrap_future(getattr(worker.actor, verb).remote().future())
-            except ray.exceptions.ActorUnavailableError:  # it lives, and may hold everything
-                raise
-            except ray.exceptions.RayActorError:  # it holds nothing, and is started again for its next batch
+            except ray.exceptions.RayActorError:  # it dies, and is started again for its next batch
+                cluster.end_actor(worker.actor)
                 return 0
 
     def _served(self, future: Future[Any]) -> None:
@@ -201,7 +200,12 @@ class RewardService:
             for index in range(group_size)
         ]
         await self._put(videos)
-        found = await asyncio.gather(*(video.done for video in videos), return_exceptions=True)
+        try:
+            found = await asyncio.gather(*(video.done for video in videos), return_exceptions=True)
+        finally:  # nobody waits for the rest of a group that is called off
+            for video in videos:
+                self._num_finished += not video.done.done() or video.done.cancelled()
+                video.done.cancel()
         for one in found:
             if isinstance(one, BaseException):
                 raise one
@@ -216,6 +220,8 @@ class RewardService:
         """The next batch for a worker. A video avoids a worker that failed on it as long as there is another."""
         async with self._arrived:
             while True:
+                for video in [one for one in self._queue if one.done.done()]:
+                    self._queue.remove(video)
                 alternatives = len(self.workers) > 1
                 mine = [v for v in self._queue if not (alternatives and worker.number in v.avoid)]
                 if mine:
@@ -292,7 +298,7 @@ class RewardService:
     async def _sort_out_lost(self, batch: list[_Video]) -> None:
         """Some frames are in no object store any more: tell who waits for them; the others go back."""
         kept = []
-        for video in batch:
+        for video in [one for one in batch if not one.done.done()]:
             try:
                 await asyncio.wrap_future(_is_there.remote(video.frames).future())
                 kept.append(video)
@@ -300,6 +306,8 @@ class RewardService:
                 self.counts["lost_frames"] += 1
                 self._num_finished += 1
                 video.done.set_exception(FramesLostError(str(error)))
+            except ray.exceptions.RayError:
+                kept.append(video)
         await self._put(kept, front=True)
 
     async def _retry(self, batch: list[_Video], worker: _Worker, reason: str, kind: str) -> None:
@@ -338,6 +346,7 @@ class RewardService:
             return True
         except (TimeoutError, ray.exceptions.RayError) as error:
             logger.warning("reward worker %d did not come up again: %s", worker.number, error)
+            cluster.end_actor(worker.actor)
         self.workers.remove(worker)
         await self._put([])  # the others may now take what avoided them
         return False

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 import ray
 
 from actors.admission import Admission
+from actors.cluster import is_dead
 from actors.layout import Layout
 from actors.loop_thread import LoopThread
 from actors.membership import Membership
@@ -46,6 +47,7 @@ class RolloutPool:
 
     def __init__(self, config: Config, layout: Layout):
         self.config, self.timeout_s = config, config.rollout.timeout_s
+        self.load_s = max(config.publish.timeout_s, config.cluster.start_timeout_s)
         self.clock = Uptime(LONGEST_LOOK_S)
         self.board = TaskBoard(config.faults, self.timeout_s)
         self.may_begin: Callable[[], bool] = lambda: True
@@ -57,7 +59,8 @@ class RolloutPool:
         self._away = False
         self.staff = Membership(config, layout, self.clock, self._admit, self._serving_changed)
         self.admission = Admission(config, self.board, self.staff)
-        self.staff.failed = self._fail
+        self.staff.failed, self.staff.broke = self._fail, self._break
+        self._broken: BaseException | None = None
         self.loop = LoopThread("rollout-pool")
         self._sort_all()
         self.loop.call(lambda: self.staff.begin(self._watch()))
@@ -98,8 +101,9 @@ class RolloutPool:
 
     async def _ask(self, seat: Seat, verb: str) -> list[int]:
         asked = [getattr(member, verb).remote() for member in seat.group.members]
+        bound_s = self.timeout_s if seat.tasks else self.load_s
         try:
-            return await seat.unless_lost(wait_async(asked, f"{seat.name} to {verb}", self.timeout_s))
+            return await seat.unless_lost(wait_async(asked, f"{seat.name} to {verb}", bound_s))
         except ENDS as error:
             self.staff.lose(seat, "deaths" if is_loss(error) else "errors", reason(error))
             return []
@@ -141,6 +145,8 @@ class RolloutPool:
         self.loop.close()
 
     async def _put(self, requests: Sequence[GroupRequest], publication: Publication) -> list[Made]:
+        if self._broken is not None:
+            raise RuntimeError(f"the rollout pool broke: {reason(self._broken)}") from self._broken
         task = self.board.put(requests, publication, asyncio.get_running_loop().create_future())
         self._dispatch()
         return await task.made
@@ -169,7 +175,7 @@ class RolloutPool:
 
     async def _make(self, seat: Seat, task: Task) -> None:
         try:
-            made = await seat.make(task, self.config.publish.timeout_s)
+            made = await seat.make(task, self.load_s)
         except SeatLostError:
             pass
         except PublishError as error:  # it came too late for this version
@@ -178,7 +184,7 @@ class RolloutPool:
         except ENDS as error:
             self._failed(seat, task, error)
         else:
-            self.board.took(task, seat.first_s)
+            self.board.took(task, sum(one.info.denoise_s + one.info.decode_s for one in made))
             self._made(seat, task, made)
         finally:
             seat.drop(task)
@@ -190,7 +196,7 @@ class RolloutPool:
     def _failed(self, seat: Seat, task: Task, error: BaseException) -> None:
         """A dead worker is replaced; so is one whose code failed, as its device may be at fault. Two whose code failed
         on the same task are right."""
-        died = is_loss(error)
+        died = is_loss(error) or any(map(is_dead, seat.group.members))  # the others of a group tell it in their words
         if not died:
             task.errors[seat] = reason(error)
             if len(task.errors) > 1 and not task.made.done():
@@ -229,13 +235,15 @@ class RolloutPool:
         if idle and all(error and not is_loss(error) for error in errors):  # nobody can load it
             raise next(error for error in errors if error)
         for seat, error in zip(idle, errors, strict=True):
-            if error is not None:
+            if isinstance(error, PublishError):
+                seat.unheard.add(publication.token)
+            elif error is not None:
                 self.staff.lose(seat, "deaths" if is_loss(error) else "errors", reason(error))
 
     async def _hold(self, seat: Seat, publication: Publication) -> BaseException | None:
         """Load a version; the error, after which the group is lost where others are not."""
         try:
-            async with seat.holding(publication, self.config.publish.timeout_s):
+            async with seat.holding(publication, self.load_s):
                 return None
         except ENDS as error:
             return error
@@ -283,13 +291,19 @@ class RolloutPool:
 
     def _look_for_workers(self) -> None:
         """Work that nobody can do is not waited for without a bound."""
-        if self.staff.serving or not self.board.open():
+        needed = not self.staff.serving or self.admission.somebody_else_is_needed()
+        if not (needed and self.board.open()):
             self._without_since = None
         elif self._without_since is None:
             self._without_since = self.clock()
         elif (seconds := self.clock() - self._without_since) > self.config.faults.no_worker_s:
             words = f"no rollout worker for {seconds:.0f} s (faults.no_worker_s), {self.staff.wanted} are wanted"
             self._fail(RuntimeError(f"{words}; {self.staff.last_loss}; {have()}"))
+
+    def _break(self, error: BaseException) -> None:
+        """An error of our own: nothing is made any more."""
+        self._broken = error
+        self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         """Everything that waits ends with this error."""

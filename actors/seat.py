@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import ray
 
-from actors.publisher import Publication
+from actors.publisher import Publication, PublishError
 from actors.rollout_group import RolloutGroup
 from actors.scored_group import check_made
 from actors.task_board import Made, Task
@@ -138,7 +138,11 @@ class Seat:
             asked = publication.load_on(members)
         else:  # the learner puts it into the object store first
             asked = await asyncio.to_thread(publication.load_on, members)
-        publication.check_loaded(await wait_async(asked, what, load_s))
+        try:
+            answers = await wait_async(asked, what, load_s)
+        except ray.exceptions.ObjectLostError as error:
+            raise PublishError(f"{what}: they are gone with the learner that made them") from error
+        publication.check_loaded(answers)
 
 
 def is_loss(error: BaseException) -> bool:
