@@ -326,7 +326,7 @@ class FaultsConfig:
     hung_min_s: float = 120.0
     """But never sooner than this; longer than Ray needs to notice a dead node."""
     max_losses: int = 10
-    """So many rollout workers may be lost with no task finished in between; then the run ends."""
+    """All rollout workers and so many more may be lost with no task finished in between; then the run ends."""
     max_rebuilds: int = 3
     """So many times the learner may be lost with no iteration finished in between; then the run ends."""
     no_worker_s: float = 1800.0
