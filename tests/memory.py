@@ -1,13 +1,14 @@
 """A whole run's memory, looked at from outside: `python -m tests.memory [--iterations 100] [key=value ...]`.
 
-`launch.py train` trains the small world on a Ray of its own. Whenever an iteration is finished (metrics.jsonl says so),
-these are noted:
+`launch.py train` trains the small world on a Ray of its own. Of every iteration (metrics.jsonl says when one ends):
 
-- of every process of the run, found by the process tree, its anonymous resident memory (RssAnon): libraries, and pages
-  of the object store that it has looked at, are left out.
-- of the object store, what its raylet answers (GetNodeStats, as `ray memory` asks it: exact, and of this moment; Ray's
-  metrics are as old as their last report, and the store's file in /dev/shm has no name): bytes of objects that somebody
-  refers to, of all (what nobody refers to leaves it up to a second later), and bytes that were ever spilled.
+- of every process of the run, found by the process tree, the least anonymous resident memory (RssAnon) since the
+  iteration before. Libraries and pages of the object store that it has looked at are left out, and so is what it needs
+  while it works, as it may be looked at in any phase.
+- of the object store, at the end, what its raylet answers: bytes of objects that somebody refers to, of all (what
+  nobody refers to leaves it up to a second later), and bytes that were ever spilled. It is asked by GetNodeStats, as by
+  `ray memory`, which is exact and of that moment; Ray's metrics are as old as their last report, and the store's file
+  in /dev/shm has no name.
 
 Fails when, in the last half of the iterations, the slope of a process may be 0.1 MB per iteration or more (slope.py);
 when the least that is referred to after an iteration of the last quarter is more than in the second quarter, by as much
@@ -17,6 +18,7 @@ as an iteration's videos; or when anything was spilled.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -35,11 +37,16 @@ from sage_ray.metrics import FILE_NAME, read_metrics
 from tests.slope import FEWEST, upper_slope
 from tests.small import ROOT
 
-LIMIT_MB, LOOK_S, PATIENCE_S = 0.1, 0.01, 900.0
+LIMIT_MB, LOOK_S, PATIENCE_S = 0.1, 0.02, 900.0
+NUM_PROMPTS = 8
+"""So few are all encoded, and kept by every worker, long before the last half begins. With all of the small world's
+(data.prompts=[assets/shapes/prompts_train.txt]) that takes 650 iterations."""
 SETTINGS = (
     *("data.num_prompts=2", "data.group_size=2", "sampling.num_steps=4", "evaluation.num_prompts=0"),
-    "save_interval=1000000",
+    *("save_interval=1000000", "reward.max_batch_tokens=1"),
 )
+"""A batch of the reward's is one video: batches of many sizes, as they come by chance, let the worker's allocator keep
+tens of MB more or less for many iterations."""
 RAY = {"RAY_max_direct_call_object_size": "10000", "RAY_task_events_max_num_task_in_gcs": "500"}
 """Trajectories and frames go through the object store though they are small here, as they do at the real size; and the
 table of tasks that gcs_server keeps, of 100,000 rows else (about 2.5 kB each), is full before the last half begins."""
@@ -77,16 +84,25 @@ class Watched:
         self.driver, self.state = driver, get_state_from_address(f"127.0.0.1:{port}")
         node = self.state.node_table()[0]
         self._raylet = node["NodeManagerAddress"], node["NodeManagerPort"]
-        self._known: dict[int, Process] = {}
+        self._processes: dict[int, Process] = {}
+        self._least: dict[int, float] = {}
+
+    def look(self) -> None:
+        """At the memory of every process that is known."""
+        for pid in self._processes:
+            if (mb := _anonymous_mb(pid)) is not None:
+                self._least[pid] = min(mb, self._least.get(pid, mb))
 
     def memory(self) -> dict[Process, float]:
-        """MB of every process."""
-        found = {pid: mb for pid in _tree(self.driver) if (mb := _anonymous_mb(pid)) is not None}
-        if new := found.keys() - self._known.keys():
+        """The least MB of every process since the last call; new ones are known from then on."""
+        running = _tree(self.driver)
+        if new := set(running) - self._processes.keys():
             actors = {one["Pid"]: one["Name"].partition("@")[0] for one in self.state.actor_table(None, None).values()}
             actors[self.driver] = "driver"
-            self._known |= {pid: Process(pid, actors.get(pid) or _program(pid)) for pid in new}
-        return {self._known[pid]: mb for pid, mb in found.items()}
+            self._processes |= {pid: Process(pid, actors.get(pid) or _program(pid)) for pid in new}
+        self.look()
+        least, self._least = self._least, {}
+        return {self._processes[pid]: least[pid] for pid in running if pid in least}
 
     def store(self) -> dict[str, int]:
         stats = node_stats(*self._raylet, include_memory_info=False).store_stats
@@ -128,20 +144,24 @@ def _read(pid: int, name: str) -> str:
 
 def watch(iterations: int, settings: list[str], folder: Path) -> tuple[Samples, list[dict[str, Any]]]:
     """Samples and metrics of a run. Raises: RuntimeError when it fails or stands still."""
-    output, log = folder / "run", folder / "log.txt"
-    words = ["train", f"output_dir={output}", *SETTINGS, f"num_iterations={iterations}", *settings]
+    output, log, prompts = folder / "run", folder / "log.txt", folder / "prompts.txt"
+    lines = (ROOT / "assets" / "shapes" / "prompts_train.txt").read_text("utf-8").splitlines(keepends=True)
+    prompts.write_text("".join(lines[:NUM_PROMPTS]), "utf-8")
+    words = [f"output_dir={output}", f"data.prompts=[{prompts}]", f"num_iterations={iterations}", *SETTINGS, *settings]
     environment = {**os.environ, **RAY, "RAY_TMPDIR": str(folder)}
     with log.open("w") as told:
-        process = subprocess.Popen(
-            [sys.executable, "launch.py", *words], cwd=ROOT, env=environment, stdout=told, stderr=subprocess.STDOUT
-        )
-    samples, watched = Samples(), None
+        command = [sys.executable, "launch.py", "train", *words]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=told, stderr=subprocess.STDOUT)
+    samples, watched, done = Samples(), None, 0
     try:
-        for step in _finished(process, output / FILE_NAME):
-            watched = watched or Watched(process.pid, (folder / "ray" / "session_latest").resolve())
-            if step < iterations:  # after the last one Ray may be ending
-                store = watched.store()
+        for finished in _looks(process, output / FILE_NAME):
+            if finished and watched is None:
+                watched = Watched(process.pid, (folder / "ray" / "session_latest").resolve())
+            if watched and done < finished < iterations:  # after the last one Ray may be ending
+                store, done = watched.store(), finished
                 samples.add(watched.memory(), store)
+            elif watched:
+                watched.look()
     finally:
         process.kill()
         process.wait()
@@ -150,14 +170,14 @@ def watch(iterations: int, settings: list[str], folder: Path) -> tuple[Samples, 
     return samples, read_metrics(output / FILE_NAME)
 
 
-def _finished(process: subprocess.Popen, metrics: Path) -> Iterator[int]:
-    """Number of finished iterations, whenever there are more, until the process has ended. Raises: RuntimeError."""
+def _looks(process: subprocess.Popen, metrics: Path) -> Iterator[int]:
+    """Number of finished iterations, again and again until the process has ended. Raises: RuntimeError."""
     count, place, moved_s = 0, 0, time.monotonic()
     while process.poll() is None:
         if metrics.exists() and metrics.stat().st_size > place:
             content = metrics.read_bytes()
             count, place, moved_s = content.count(b'"policy_version"'), len(content), time.monotonic()
-            yield count
+        yield count
         if time.monotonic() - moved_s > PATIENCE_S:
             raise RuntimeError(f"no iteration was finished in {PATIENCE_S:.0f} s, after {count}")
         time.sleep(LOOK_S)
@@ -202,11 +222,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="of the run, as launch.py train takes them")
+    parser.add_argument("--samples", type=Path, help="write all samples to this file, as JSON")
     parsed = parser.parse_intermixed_args()
     if parsed.iterations <= 2 * FEWEST:
         parser.error(f"--iterations {parsed.iterations}: must be more than {2 * FEWEST}")
     with tempfile.TemporaryDirectory(prefix="sage", ignore_cleanup_errors=True) as folder:  # a short path, for sockets
         samples, metrics = watch(parsed.iterations, parsed.settings, Path(folder))
+    if parsed.samples:
+        memory = {f"{process.name} {process.pid}": values for process, values in samples.memory.items()}
+        parsed.samples.write_text(json.dumps({"memory": memory, "store": samples.store}), "utf-8")
     results = [judge_processes(samples), judge_store(samples, metrics)]
     return 0 if all(results) else 1
 
