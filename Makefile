@@ -6,7 +6,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: demo test test-cluster test-configs check chaos chaos-matrix publishes watch experiment-smoke clean
+.PHONY: demo test test-cluster test-configs check chaos chaos-matrix publishes memory watch experiment-smoke clean
 
 .venv/installed: requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv .venv
@@ -35,6 +35,9 @@ chaos-matrix: .venv/installed
 
 publishes: .venv/installed
 	$(BIN)/python -m tests.publishes --count 50 $(ARGS)
+
+memory: .venv/installed
+	$(BIN)/python -m tests.memory $(ARGS)
 
 # What people watch, with Debian's Prometheus and with wandb beside the rest; without them those tests are skipped.
 watch: .venv/installed .venv/prometheus/usr/bin/prometheus .venv/wandb

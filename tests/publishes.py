@@ -7,7 +7,6 @@ more, or the object store holds more at the end than at the tenth publish.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 import tempfile
@@ -15,10 +14,10 @@ from pathlib import Path
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
-import numpy as np
 import ray
 
 from tests.cluster.test_publish import Ring, call
+from tests.slope import FEWEST, upper_slope
 
 WARM_UP, LIMIT_MB = 10, 0.1
 
@@ -29,16 +28,6 @@ def resident_mb(_) -> float:
 
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
-def upper_slope(values: list[float]) -> tuple[float, float]:
-    """(slope per publish, its 95 % upper bound) of a least-squares line through the later values."""
-    y = np.array(values[WARM_UP:])
-    x = np.arange(len(y)) - (len(y) - 1) / 2
-    slope = float(x @ y / (x @ x))
-    rest = y - y.mean() - slope * x
-    error = math.sqrt(float(rest @ rest) / (len(y) - 2) / float(x @ x))
-    return slope, slope + 1.69 * error
 
 
 def stored_bytes() -> float:
@@ -65,7 +54,7 @@ def run(transport: str, count: int) -> bool:
     flat = store[-1] <= store[0]
     print(f"{transport}: object store {store[0] / 1e6:.1f} MB, then {store[-1] / 1e6:.1f} MB", flush=True)
     for name, values in memory.items():
-        slope, bound = upper_slope(values)
+        slope, bound = upper_slope(values[WARM_UP:])
         flat = flat and bound < LIMIT_MB
         print(f"{transport}: {name} {values[-1]:.0f} MB, {slope:+.4f} MB per publish, at most {bound:+.4f}", flush=True)
     return flat
@@ -75,6 +64,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--count", type=int, default=50)
     parsed = parser.parse_args()
+    if parsed.count < WARM_UP + FEWEST:
+        parser.error(f"--count {parsed.count}: must be at least {WARM_UP + FEWEST}")
     ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=400_000_000, log_to_driver=False)
     results = [run(transport, parsed.count) for transport in ("collective", "object_store")]
     ray.shutdown()
