@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cluster
 SMALL = ("data.num_prompts=3", "data.group_size=4", "num_iterations=1", "rollout.num_workers=1", "sampling.num_steps=5")
 
 
-def launch(*arguments: str, timeout_s: float = 400.0) -> subprocess.CompletedProcess:
+def launch(*arguments: str, timeout_s: float = 550.0) -> subprocess.CompletedProcess:
     """Run launch.py in the repository's root."""
     return subprocess.run(
         [sys.executable, "launch.py", *arguments],
